@@ -79,7 +79,7 @@ class BlockTrial:
         for module in self._block.modules():
             _compat.use_eager_experts(module)
             if not self._keeps_hooks:
-                _compat.remove_foreign_forward_hooks(module)
+                _compat.remove_foreign_hooks(module)
         whole = copy.deepcopy(self._block)  # Running a block may leave tensors on it that cannot be copied later.
         for is_training in (False, True) if self._is_training else (False,):
             results, raised = self._results(

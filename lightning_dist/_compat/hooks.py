@@ -17,20 +17,20 @@ from lightning_dist._compat.trees import tree_map
 
 __all__ = [
     "GRADIENT_HANDLING",
-    "ForeignForwardHooks",
+    "ForeignHooks",
     "call_forward_hooks",
     "call_gradient_hooks",
     "call_post_accumulate_hooks",
     "defining_module",
     "give_post_accumulate_hooks",
     "gradient_hooks",
-    "has_foreign_forward_hooks",
+    "has_foreign_hooks",
     "leave_out_hooks",
     "move_hooks",
     "move_post_accumulate_hook_last",
     "num_forward_hooks",
     "prepend_step_post_hook",
-    "remove_foreign_forward_hooks",
+    "remove_foreign_hooks",
     "share_hooks",
     "step_hooks",
     "take_post_accumulate_hooks",
@@ -60,27 +60,32 @@ def num_forward_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
-def has_foreign_forward_hooks(module: nn.Module) -> bool:
-    """Return whether ``module`` has forward hooks that neither torch nor this package has registered.
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the dictionaries with the hooks of ``module`` that see its inputs, its outputs or their gradients."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _is_of_user(hook: Any) -> bool:
+    return not defining_module(hook).startswith(_NOT_OF_USERS)
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return whether ``module`` has forward or backward hooks that neither torch nor this package has registered.
 
     Replaced by: the same as for :func:`num_forward_hooks`.
     """
-    return any(
-        not defining_module(hook).startswith(_NOT_OF_USERS)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        for hook in hooks.values()
-    )
+    return any(_is_of_user(hook) for hooks in _hooks_of(module) for hook in hooks.values())
 
 
-def remove_foreign_forward_hooks(module: nn.Module) -> None:
-    """Remove from ``module`` the forward hooks that :func:`has_foreign_forward_hooks` looks for."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if not defining_module(hook).startswith(_NOT_OF_USERS)]:
+def remove_foreign_hooks(module: nn.Module) -> None:
+    """Remove from ``module`` the hooks that :func:`has_foreign_hooks` looks for."""
+    for hooks in _hooks_of(module):
+        for key in [key for key, hook in hooks.items() if _is_of_user(hook)]:
             del hooks[key]
 
 
-class ForeignForwardHooks:
-    """Find forward hooks of users and libraries on modules, also those that are registered later.
+class ForeignHooks:
+    """Find forward and backward hooks of users and libraries on modules, also those that are registered later.
 
     Replaced by: the same as for :func:`num_forward_hooks`.
 
@@ -90,9 +95,7 @@ class ForeignForwardHooks:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._hooks = [
-            hooks for module in modules.values() for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        ]
+        self._hooks = [hooks for module in modules.values() for hooks in _hooks_of(module)]
         self._num_checked = -1
 
     def find(self) -> str:
@@ -100,7 +103,7 @@ class ForeignForwardHooks:
         number = sum(map(len, self._hooks))
         if number == self._num_checked:
             return ""
-        found = next((name for name, module in self._modules.items() if has_foreign_forward_hooks(module)), None)
+        found = next((name for name, module in self._modules.items() if has_foreign_hooks(module)), None)
         if found is None:
             self._num_checked = number
         return found or ""

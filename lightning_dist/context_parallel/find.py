@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist._compat import NORM, ForeignForwardHooks, tree_leaves
+from lightning_dist._compat import NORM, ForeignHooks, tree_leaves
 from lightning_dist.block_trial import kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.context_parallel.attention import is_attention
@@ -206,7 +206,7 @@ class _Finder:
             if not given.shape[:-1] == hidden.shape[:-1] == call.output.shape[:-1]:
                 continue
             module = self._root.get_submodule(call.name)
-            if ForeignForwardHooks(named_inside(call.name, module)).find() or self._flow.leaks.get(call.name):
+            if ForeignHooks(named_inside(call.name, module)).find() or self._flow.leaks.get(call.name):
                 continue
             if type(module) not in _TOKEN_BY_TOKEN:
                 trial = Trial(module, call, self._group, self._device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist._compat import ForeignForwardHooks
+from lightning_dist._compat import ForeignHooks
 from lightning_dist.context_parallel.inside_block import InsideBlock
 from lightning_dist.context_parallel.plan import ContextPlan, SequenceSplitError
 from lightning_dist.context_parallel.split_arguments import is_cache, split_arguments
@@ -76,7 +76,7 @@ class SplitBlocks:
 
     def _add_pre_hook(self, block: nn.Module, name: str, index: int, before: str | None, draws: bool) -> None:
         split = self._plan.blocks[name]
-        hooks = ForeignForwardHooks(named_inside(name, block))
+        hooks = ForeignHooks(named_inside(name, block))
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.is_disabled:
@@ -98,7 +98,7 @@ class SplitBlocks:
                 return None
             if hooked := hooks.find():
                 raise SequenceSplitError(
-                    f"cp_size={self._group.size()}: {hooked} has a forward hook, which each rank would call with its"
+                    f"cp_size={self._group.size()}: {hooked} has a hook, which each rank would call with its"
                     " own tokens only. Remove it before the training, or put it on a module outside of the blocks."
                 )
             own = tokens.split(hidden, split.dim) if before is None else self._watched(hidden, before)

@@ -193,7 +193,8 @@ class Sharding(Technique):
             sharded.set_custom_all_gather(all_gather)
             sharded.set_custom_reduce_scatter(reduce_scatter)
             # Ranks then wait for each other once in a forward, and not in each block.
-            group.is_gathered_for_step = self._config.reshard_after_forward is False
+            if self._config.reshard_after_forward is False:
+                group.gather_for_step()
             group.reduces_in_background = mesh.ndim == 1 and mesh.size() > 1
             group.finish_other_reductions = self._finish_reductions
         if self._memory is not None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist._compat import DispatchMode
+from lightning_dist._compat import DispatchMode, has_foreign_hooks
 from lightning_dist.layers import linear_layer
 from lightning_dist.step_graph.draws import draws_numbers
 from lightning_dist.step_graph.fake_run import tensors_in
@@ -85,6 +85,8 @@ class Dataflow:
     """The functions called on a layer's output that need all of its features on each rank, by the layer's name."""
     readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The modules whose own code passes a parameter to a function, by its name; the model itself is ``""``."""
+    hooked: set[str] = field(default_factory=set)
+    """Names of the modules that had a hook of the user when they were called."""
     used_later: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     """The indices of the tensors returned by a module that are passed to a function later, by the module's name."""
 
@@ -101,6 +103,8 @@ class Dataflow:
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the sources of a module's inputs."""
         self.running.append(name)
+        if has_foreign_hooks(module):
+            self.hooked.add(name)
         if any(True for _ in module.parameters(recurse=False)):
             for tensor in tensors_in((args, kwargs)):
                 self.input_sources[name] |= sources(tensor)

@@ -27,6 +27,7 @@ from lightning_dist.randomness import RankRng
 from lightning_dist.split_tensor import whole_values
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_parallel.heads import add_head_hooks
+from lightning_dist.tensor_parallel.hooked import LateHooks
 from lightning_dist.tensor_parallel.layers import unsupported_options
 from lightning_dist.tensor_parallel.placements import Placements
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
@@ -94,6 +95,7 @@ class TensorParallel(Technique):
         self._layers = SplitLayers(self._group, self.sequence, random, plan.splits_logits)
         for name, entry in plan.entries.items():
             self._prepare(name, root.get_submodule(name), entry.style, entry.num_packed)
+        self._late_hooks = LateHooks(root, plan.with_parts)
         self._num_overlapped = 0
         if overlaps:
             self._overlap(plan)
@@ -151,7 +153,7 @@ class TensorParallel(Technique):
     def _overlap(self, plan: Plan) -> None:
         styles = {name: entry.style for name, entry in plan.entries.items()}
         self._num_overlapped = sum(
-            [self._layers.overlap(name, self._root.get_submodule(name), style) for name, style in styles.items()]
+            [self._layers.overlap(self._root.get_submodule(name), style) for name, style in styles.items()]
         )
         if not self._num_overlapped:
             why = (
@@ -442,14 +444,23 @@ class TensorParallel(Technique):
         return self.sequence is not None and self.sequence.may_split_tokens_of(module)
 
     def before_step(self) -> None:
-        """Reset the state that an error in the last step may have left behind."""
+        """Reset the state that an error in the last step may have left behind, and look for new hooks.
+
+        Raises:
+            PlanError: If a user has put a hook on a module that sees only this rank's features.
+        """
         self._layers.reset()
+        self._late_hooks.check()
 
     def finish_output(self, output: Any) -> Any:
-        """Gather the logits in ``output`` that are still split along the vocabulary.
+        """Gather the logits in ``output`` that are still split along the vocabulary, and look for new hooks.
 
-        This is a collective over ``tp`` if there are any.
+        This is a collective over ``tp`` if there are any such logits.
+
+        Raises:
+            PlanError: If the step has put a hook on a module that sees only this rank's part.
         """
+        self._late_hooks.check()
         if self.sequence is not None:
             self.sequence.check_ended()
         return whole_values(output)

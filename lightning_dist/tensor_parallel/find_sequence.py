@@ -35,6 +35,8 @@ class SequenceFinder:
         num_ranks: Number of ranks that tokens are split over.
         sharing: Names of the blocks with a parameter that is also held outside of the block.
         difference: Function that tries a block; see :data:`Difference`.
+        hooked_inside: Function that returns the name of a module with a user's hook inside of a block; empty: there is
+            none.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class SequenceFinder:
         num_ranks: int,
         sharing: Collection[str],
         difference: Difference,
+        hooked_inside: Callable[[str], str],
     ) -> None:
+        self._hooked_inside = hooked_inside
         self._blocks = blocks
         self._dataflow = dataflow
         self._num_ranks = num_ranks
@@ -83,6 +87,12 @@ class SequenceFinder:
                     break
                 if any(isinstance(module, NORM) for module in self._blocks[name].modules()):
                     why = f"{name} has a norm whose statistics are over all tokens"
+                    break
+                if hooked := self._hooked_inside(name):
+                    why = f"{hooked} has a hook, which would see some of the tokens"
+                    break
+                if dataflow.leaks.get(name):
+                    why = f"the step uses a value that {name} computes but does not return"
                     break
                 if name in dataflow.draws_per_sample:
                     why = f"{name} draws random numbers that hold for all tokens of a sample"
@@ -129,7 +139,9 @@ class SequenceFinder:
         rows = [key for key, entry in of_block.items() if entry.style == "rowwise"]
         if not rows:
             return None, f"nothing in {kind} is split"
-        if hidden.ndim < 3 or hidden.size(-2) % self._num_ranks:
+        if hidden.ndim < 3:
+            return None, f"the input of {kind} has no dimension of tokens"
+        if hidden.size(-2) % self._num_ranks:
             return None, f"the {hidden.size(-2)} tokens of {kind} do not divide by tp_size={self._num_ranks}"
         regions: dict[str, tuple[int | str, ...]] = {}
         layers: set[str] = set()

@@ -140,6 +140,8 @@ class Plan:
         parameters: For each split parameter that belongs to no split layer, by full name, the dimension along which it
             is split.
         heads: The tensors with a dimension of attention heads that a module takes or returns, by full module name.
+        with_parts: Full names of the modules that are given or return only a rank's part of the ``"features"`` or of
+            the ``"tokens"``, which the values name.
     """
 
     entries: Mapping[str, Entry]
@@ -150,6 +152,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     parameters: Mapping[str, int] = field(default_factory=dict)
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
+    with_parts: Mapping[str, str] = field(default_factory=dict)
 
     def outline(self) -> str:
         """Return as text everything that ranks must agree on, without reasons, which may name a rank's own device."""

@@ -20,6 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.consensus import check_agreement
 from lightning_dist.step_graph import Dataflow, run_on_fakes
 from lightning_dist.tensor_parallel.find_sequence import SequenceFinder
+from lightning_dist.tensor_parallel.hooked import (
+    SPLITS_FEATURES,
+    SeenByHooks,
+    modules_that_see_parts,
+    why_refused,
+)
 from lightning_dist.tensor_parallel.infer import LayerGroup, inferred, innermost_around
 from lightning_dist.tensor_parallel.layers import shared_heads
 from lightning_dist.tensor_parallel.plan import (
@@ -180,10 +186,6 @@ def _split_off_experts(
     return others, of_experts
 
 
-_SPLITS_FEATURES = ("colwise", "packed_colwise")
-"""Styles that leave each rank with its own output features."""
-
-
 class _Planner:
     def __init__(
         self,
@@ -200,6 +202,7 @@ class _Planner:
         self._mesh = mesh
         self._is_strict = is_strict
         self._notes: list[str] = []
+        self._hooks = SeenByHooks(root, step_trace.dataflow)
         self._trials = UnitTrials(
             root, step_trace.dataflow, step_trace.why_not, mesh, num_shards, is_strict, self._note_once
         )
@@ -217,12 +220,16 @@ class _Planner:
             found = inferred(self._root, dataflow, self._mesh.size())
             groups = [group for group in found.groups if entries.keys().isdisjoint(group.names)]
             entries, groups = self._without_leaked(entries, groups, dataflow.leaked_layers)
-            given, entries = entries, {**found.vocabulary, **entries}
+            entries, groups = self._without_hooked(entries, groups)
+            vocabulary = {name: self._unless_hooked(name, entry) for name, entry in found.vocabulary.items()}
+            given, entries = entries, {**vocabulary, **entries}
             if not given and not groups and not entries:
                 why_not = self._step_trace.why_not or "no layer's output is added to what it was computed from"
                 self._complain(f"no plan was found: {why_not}")
-        elif not entries:
-            self._complain(f"no plan could be inferred: {self._step_trace.why_not}")
+        else:
+            entries, _ = self._without_hooked(entries, [])
+            if not entries:
+                self._complain(f"no plan could be inferred: {self._step_trace.why_not}")
         entries, groups = self._with_tied(entries, groups)
         for name, unit in self._with_units_of(groups).items():
             its_groups = [group for group in groups if is_inside(group.row, name)]
@@ -264,6 +271,7 @@ class _Planner:
             tuple(self._notes),
             self._trials.kept.parameters,
             self._trials.kept.heads,
+            modules_that_see_parts(self._root, entries, sequence, dataflow),
         )
 
     def _without_leaked(
@@ -286,7 +294,7 @@ class _Planner:
             PlanError: If the features are of a layer that the user or Hugging Face splits.
         """
         for name, entry in entries.items():
-            if name in leaked_layers and entry.style in _SPLITS_FEATURES:
+            if name in leaked_layers and entry.style in SPLITS_FEATURES:
                 raise PlanError(
                     f"plan: code outside of the blocks uses what {name}, which is split, has computed, and would see"
                     " this rank's features only: use replicate for it and for the layers that it feeds."
@@ -294,12 +302,36 @@ class _Planner:
         kept = []
         for group in groups:
             of_group = group.entries()
-            if any(name in leaked_layers and entry.style in _SPLITS_FEATURES for name, entry in of_group.items()):
+            if any(name in leaked_layers and entry.style in SPLITS_FEATURES for name, entry in of_group.items()):
                 why = "code outside of its block uses its features"
                 entries = {**entries, **{name: entry.replicated(why) for name, entry in of_group.items()}}
             else:
                 kept.append(group)
         return entries, kept
+
+    def _without_hooked(
+        self, entries: dict[str, Entry], groups: list[LayerGroup]
+    ) -> tuple[dict[str, Entry], list[LayerGroup]]:
+        """Replicate inferred groups whose features are seen by a hook, as :meth:`_without_leaked` does.
+
+        Raises:
+            PlanError: If the features are of a layer that the user or Hugging Face splits.
+        """
+        for name, entry in entries.items():
+            if hooked := self._hooks.of_entry(name, entry):
+                raise PlanError(f"plan: {why_refused(hooked)}")
+        kept = []
+        for group in groups:
+            if hooked := self._hooks.of_group(group):
+                why = f"{hooked} has a hook"
+                entries = {**entries, **{name: entry.replicated(why) for name, entry in group.entries().items()}}
+            else:
+                kept.append(group)
+        return entries, kept
+
+    def _unless_hooked(self, name: str, entry: Entry) -> Entry:
+        hooked = self._hooks.of_entry(name, entry)
+        return entry.replicated(f"{hooked} has a hook") if hooked else entry
 
     def _with_tied(
         self, entries: Mapping[str, Entry], groups: list[LayerGroup]
@@ -380,7 +412,8 @@ class _Planner:
         if dataflow is None or not dataflow.calls:
             return None, f"no step could be run on fake tensors: {self._step_trace.why_not}"
         num_ranks, sharing = self._mesh.size(), self._sharing_blocks()
-        return SequenceFinder(self._blocks, dataflow, num_ranks, sharing, self._trials.difference).find(entries, sizes)
+        finder = SequenceFinder(self._blocks, dataflow, num_ranks, sharing, self._trials.difference, self._hooks.inside)
+        return finder.find(entries, sizes)
 
     def _sharing_blocks(self) -> set[str]:
         """Return the names of blocks with a parameter that is also held outside of the block."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist import autograd_collectives
-from lightning_dist._compat import assert_on_device, has_foreign_forward_hooks, own_parameters
+from lightning_dist._compat import assert_on_device, own_parameters
 from lightning_dist.randomness import RankRng
 from lightning_dist.tensor_parallel.async_matmul import (
     TokensToGather,
@@ -19,7 +19,6 @@ from lightning_dist.tensor_parallel.async_matmul import (
     is_plain_linear,
     multiply_and_scatter,
 )
-from lightning_dist.tensor_parallel.plan import PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits
 
@@ -54,10 +53,10 @@ class SplitLayers:
         self._sequence = sequence
         self._random = random
         self._splits_logits = splits_logits
-        # _overlapping: The names of the layers whose forward can exchange tokens while it multiplies.
+        # _overlapping: The layers whose forward can exchange tokens while it multiplies.
         # _exchanging: The layer whose forward runs next, and is to do so.
         # _exchanged: The row-wise layer whose forward has just done so.
-        self._overlapping: dict[nn.Module, str] = {}
+        self._overlapping: set[nn.Module] = set()
         self._exchanging: nn.Module | None = None
         self._exchanged: nn.Module | None = None
         # These are the last input of a split layer, the result of its exchange, and whether gradients were enabled.
@@ -73,11 +72,10 @@ class SplitLayers:
             "embedding_rowwise": (self._look_up_own_rows, self._sum_rows),
         }[style]
 
-    def overlap(self, name: str, layer: nn.Module, style: str) -> bool:
+    def overlap(self, layer: nn.Module, style: str) -> bool:
         """Let a split layer exchange tokens while it multiplies, wherever tokens are split when it is called.
 
         Args:
-            name: Full name of the layer, for errors.
             layer: The layer, whose forward is replaced if it is a plain linear layer that exchanges tokens.
             style: The style by which the layer was split.
 
@@ -86,7 +84,7 @@ class SplitLayers:
         """
         if self._sequence is None or not self._sequence.exchanges_in(layer, style) or not is_plain_linear(layer):
             return False
-        self._overlapping[layer] = name
+        self._overlapping.add(layer)
         self._sequence.gathers_in_layers = True
         # torch.compile breaks the graph at the hooks of this layer anyway.
         disable = cast(Callable[[Any], Any], torch.compiler.disable)
@@ -108,23 +106,6 @@ class SplitLayers:
             self._entered = given, gathered, torch.is_grad_enabled()
         return output
 
-    def _overlaps(self, layer: nn.Module) -> bool:
-        """Return whether ``layer`` exchanges tokens itself.
-
-        Raises:
-            PlanError: If a user has put a forward hook on the layer, which would see some of the tokens. Ranks cannot
-                exchange in another way for it, because a hook may be on one rank alone.
-        """
-        if layer not in self._overlapping:
-            return False
-        if has_foreign_forward_hooks(layer):
-            raise PlanError(
-                f"async_tensor_parallel=True: {self._overlapping[layer]} has a forward hook, which would be given this"
-                " rank's tokens only. Remove the hook, put it on the module around the layer, or set"
-                " async_tensor_parallel=False."
-            )
-        return True
-
     def reset(self) -> None:
         """Reset the state that an error in the last step may have left behind."""
         self._entered = self._exchanging = self._exchanged = None
@@ -140,7 +121,7 @@ class SplitLayers:
         """
         given = args[0]
         if isinstance(given, TokensToGather):
-            if not given.is_gathered and self._overlaps(module):
+            if not given.is_gathered and module in self._overlapping:
                 self._exchanging = module
                 return args
             return given.gathered(), *args[1:]
@@ -148,7 +129,7 @@ class SplitLayers:
             return args
         if self._entered is None or self._entered[0] is not given or self._entered[2] != torch.is_grad_enabled():
             if self._sequence is not None and self._sequence.gathers(module):
-                if self._overlaps(module):
+                if module in self._overlapping:
                     self._exchanging = module
                     return args
                 entered = autograd_collectives.gather_to(given, self._group, -2)
@@ -182,7 +163,7 @@ class SplitLayers:
             own_parameters(module)["bias"] = (
                 None if isinstance(module, nn.Linear) else cast(nn.Parameter, torch.zeros_like(bias))
             )
-        if self._tokens_are_split(module) and self._overlaps(module):
+        if self._tokens_are_split(module) and module in self._overlapping:
             self._exchanging = module
 
     def _sum_output(self, module: nn.Module, output: Any) -> Any:

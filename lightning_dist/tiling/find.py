@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dist._compat import ForeignForwardHooks
+from lightning_dist._compat import ForeignHooks
 from lightning_dist.block_trial import BlockTrial, kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.experts import find_experts, without_dispatch
@@ -131,8 +131,8 @@ class _Finder:
         num_layers = sum(param.ndim > 1 for param in module.parameters())
         if num_layers < 2 or widest <= given.shape[-1]:
             return _NO_MLP
-        if hooked := ForeignForwardHooks({f"{name}.{inner}": each for inner, each in inside_of(module)}).find():
-            return f"has a forward hook inside, on {hooked}, which would be called for each tile"
+        if hooked := ForeignHooks({f"{name}.{inner}": each for inner, each in inside_of(module)}).find():
+            return f"has a hook inside, on {hooked}, which would be called for each tile"
         if functions := self._flow.leaks.get(name):
             some = ", ".join(sorted(functions)[:3])
             return f"computes a value that it does not return, but the step uses ({some}), once for each tile"

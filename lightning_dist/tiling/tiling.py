@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist._compat import ForeignForwardHooks, tree_leaves
+from lightning_dist._compat import ForeignHooks, tree_leaves
 from lightning_dist.split_tensor import whole_values
 from lightning_dist.technique import Parallel, Rows, Technique
 from lightning_dist.tiling.plan import TilingConfig, TilingError, TilingPlan
@@ -61,15 +61,15 @@ class Tiling(Technique):
                     module.forward = tiled(module.forward, self.config.mlp, self._looks_for_hooks(module))
 
     def _looks_for_hooks(self, module: nn.Module) -> Callable[[], bool]:
-        """Return a function that looks for forward hooks inside of ``module``, which would be called for each tile."""
-        hooks = ForeignForwardHooks(dict(inside_of(module)))
+        """Return a function that looks for hooks inside of ``module``, which would be called for each tile."""
+        hooks = ForeignHooks(dict(inside_of(module)))
 
         def has_hooks() -> bool:
             found = hooks.find()
             if found and found not in self._hooked:
                 self._hooked.add(found)
                 warnings.warn(
-                    f"tiled_mlp={self.config.mlp}: a forward hook was registered on {found} in a"
+                    f"tiled_mlp={self.config.mlp}: a hook was registered on {found} in a"
                     f" {type(module).__name__}, which computes all tokens at once from now on, so that the hook sees"
                     " them. Remove the hook to save memory.",
                     stacklevel=2,

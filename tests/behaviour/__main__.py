@@ -12,7 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.behaviour.case import STRATEGIES, Case
+from tests.behaviour.case import LAYOUTS, TECHNIQUES, Case
 from tests.behaviour.matrix import ALL, Cell, Matrix, columns_in_turn, load_cases
 from tests.behaviour.results import Results
 from tests.behaviour.table import tables, write_tables
@@ -26,10 +26,11 @@ def main() -> int:
     parser.add_argument("--cases", default="*", help="patterns of names or areas of cases, separated by commas")
     parser.add_argument(
         "--strategies",
-        help=f"strategies, separated by commas: {', '.join(STRATEGIES)}, or 'one' to run only the references; by"
-        f" default {', '.join(ALL)}, of which the cases of some areas run only one or two, in turn",
+        help=f"strategies and techniques, separated by commas: {', '.join(LAYOUTS)}; 'one' runs only the references,"
+        f" 'techniques' only the techniques of the default. By default, {', '.join(ALL)}, of which the cases of some"
+        " areas run only one or two, in turn, and some of the techniques, in turn",
     )
-    parser.add_argument("--all", action="store_true", help="run every case under every strategy of the table")
+    parser.add_argument("--all", action="store_true", help="run every case under every strategy and technique")
     parser.add_argument("--jobs", type=int, default=2, help="number of cases that run at the same time")
     parser.add_argument(
         "--write",
@@ -47,13 +48,12 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{case.name:<60} {case.title}" for case in chosen))
         return 0
-    if options.strategies is None:
-        columns = (
-            {case.name: ALL for case in load_cases().values()}
-            if options.all
-            else columns_in_turn(load_cases().values())
-        )
-    else:
+    columns = columns_in_turn(load_cases().values())
+    if options.all:
+        columns = {case.name: (*ALL, *TECHNIQUES) for case in chosen}
+    elif options.strategies == "techniques":
+        columns = {case.name: tuple(key for key in columns[case.name] if key in TECHNIQUES) for case in chosen}
+    elif options.strategies is not None:
         columns = {case.name: tuple(options.strategies.split(",")) for case in chosen}
     fork_server("tests.preload_more")
     start = time.monotonic()

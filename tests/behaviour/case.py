@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_dist import (
+    ContextParallelStrategy,
     DataParallelStrategy,
     FullShardStrategy,
     HybridShardStrategy,
@@ -27,11 +28,12 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.checkpoint import consolidate
+from lightning_dist.compression import LocalSGD
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_parameters
 from lightning_dist.pipeline import Pipeline
 
-__all__ = ["CASES", "HOLDS_PARTS", "STRATEGIES", "Case", "Layout", "Run", "case"]
+__all__ = ["CASES", "HOLDS_PARTS", "LAYOUTS", "STRATEGIES", "TECHNIQUES", "Case", "Layout", "Run", "case"]
 
 NUM_MICROBATCHES = 2
 GLOBAL_BATCH_SIZE = 8
@@ -45,11 +47,33 @@ class Layout:
         world_size: Number of processes.
         num_data_parallel: Number of parts into which a global batch is divided over the ranks.
         make: Function that makes the strategy; it is given the further keyword arguments that a case asks for.
+        neighbours: Number of neighbouring ranks that have the same part of a global batch.
+        like: Column of a strategy that this one differs from by a technique: what a case states for that column holds
+            here too.
+        variant: Key of :data:`tests.behaviour.models.VARIANTS`: what the blocks of the cases' models have in addition.
+        tolerance: Smallest accepted relative error of a recorded value, where a technique rounds.
+        title: Description of the technique, shown below its table.
     """
 
     world_size: int
     num_data_parallel: int
     make: Callable[..., Any]
+    neighbours: int = 1
+    like: str = ""
+    variant: str = ""
+    tolerance: float = 0.0
+    title: str = ""
+
+    def part_of(self, rank: int) -> int:
+        """Return the index of the part of the global batch that ``rank`` has."""
+        return rank // self.neighbours % self.num_data_parallel
+
+
+def _on_shards(title: str, arguments: dict[str, Any], variant: str = "") -> Layout:
+    def make(**kwargs: Any) -> FullShardStrategy:
+        return FullShardStrategy(**{**arguments, **kwargs})
+
+    return Layout(2, 2, make, like="full", variant=variant, title=title)
 
 
 STRATEGIES: dict[str, Layout] = {
@@ -60,7 +84,7 @@ STRATEGIES: dict[str, Layout] = {
     "nd": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_shard_size=2, **{**_PIPELINE, **kwargs})),
     "data": Layout(2, 2, lambda **kwargs: DataParallelStrategy(**kwargs)),
     "nd_tp": Layout(4, 1, lambda **kwargs: NDParallelStrategy(tp_size=2, **{**_PIPELINE, **kwargs})),
-    "data_tp": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_replicate_size=2, tp_size=2, **kwargs)),
+    "data_tp": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_replicate_size=2, tp_size=2, **kwargs), 2),
 }
 """The strategies that cases run under.
 
@@ -68,6 +92,41 @@ STRATEGIES: dict[str, Layout] = {
 """
 
 _PIPELINE: dict[str, Any] = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
+
+TECHNIQUES: dict[str, Layout] = {
+    "zero_1": _on_shards("`full_shard` with `zero_stage: 1`", {"zero_stage": 1}),
+    "zero_2": _on_shards("`full_shard` with `zero_stage: 2`", {"zero_stage": 2}),
+    "offload": _on_shards("`full_shard` with `offload: both`", {"offload": "both"}),
+    "recompute": _on_shards(
+        "`full_shard` with `activation_checkpointing: {budget: 0.5}`", {"activation_checkpointing": {"budget": 0.5}}
+    ),
+    "in_backward": _on_shards("`full_shard` with `step_in_backward: true`", {"step_in_backward": True}),
+    "compressed": Layout(
+        2, 2, lambda **kwargs: HybridShardStrategy(2, 1, **{"compression": "bf16", **kwargs}),
+        like="hybrid", tolerance=1e-2, title="`hybrid_shard` with two replicas and `compression: bf16`, to 1%",
+    ),
+    "local": Layout(
+        2, 2, lambda **kwargs: DataParallelStrategy(**{"sync": LocalSGD(1), **kwargs}),
+        like="data", title="`data_parallel` with `sync: LocalSGD(1)`",
+    ),
+    "tp_tokens": Layout(
+        2, 1, lambda **kwargs: TensorParallelStrategy(tp_size=2, **kwargs), neighbours=2,
+        like="tp", variant="attention", title="`tensor_parallel`, where hidden states are split along the sequence",
+    ),
+    "cp": Layout(
+        2, 1, lambda **kwargs: ContextParallelStrategy(cp_size=2, **kwargs), neighbours=2,
+        like="full", variant="attention", title="`context_parallel` with `cp_size: 2`",
+    ),
+    "tiled": _on_shards(
+        "`full_shard` with `tiled_mlp: 3` and `tiled_loss: 3`", {"tiled_mlp": 3, "tiled_loss": 3}, variant="attention"
+    ),
+    "ep": _on_shards("`full_shard` with `ep_size: 2`", {"ep_size": 2}, variant="experts"),
+}  # fmt: skip
+"""The techniques that cases run under, each beside the simplest strategy that has it.
+
+What a case states for the strategy is allowed under the technique, and not demanded. Moreover, a technique may refuse a
+case by an error of the project on every rank.
+"""
 
 HOLDS_PARTS = tuple(column for column in STRATEGIES if column != "data")
 """The columns in which a rank has only a part of the model, so that the model can be called only in steps."""
@@ -77,6 +136,8 @@ REFERENCES: dict[str, Layout] = {
     "ddp2": Layout(2, 2, lambda **kwargs: "ddp_find_unused_parameters_true"),
     "ddp4": Layout(4, 4, lambda **kwargs: "ddp_find_unused_parameters_true"),
 }
+
+LAYOUTS: dict[str, Layout] = {**STRATEGIES, **TECHNIQUES, **REFERENCES}
 
 
 @dataclass(frozen=True)
@@ -115,12 +176,12 @@ class Case:
         """Return the key of :data:`REFERENCES` that ``column`` is compared with."""
         if column in REFERENCES:
             return column
-        ranks = STRATEGIES[column].num_data_parallel
+        ranks = LAYOUTS[column].num_data_parallel
         return f"ddp{ranks}" if self.reference == "ddp" and ranks > 1 else "one"
 
     def entry_for(self, column: str, entries: Mapping[str, Any]) -> Any:
         """Return the entry of ``refused`` or ``differs`` for ``column``, or the one for ``"*"``, or None."""
-        return entries.get(column, entries.get("*"))
+        return entries.get(column, entries.get(LAYOUTS[column].like, entries.get("*")))
 
 
 CASES: dict[str, Case] = {}
@@ -158,7 +219,7 @@ class Run:
         self.case = case
         self.column = column
         self.folder = folder
-        self.layout = {**STRATEGIES, **REFERENCES}[column]
+        self.layout = LAYOUTS[column]
         self.observed: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
 
@@ -197,7 +258,8 @@ class Run:
         Args:
             kwargs: Keyword arguments of the strategy, which override those of the case.
         """
-        more = {**(self.case.strategy.get("*") or {}), **(self.case.strategy.get(self.column) or {})}
+        columns = ("*", self.layout.like, self.column)
+        more = {key: value for column in columns for key, value in self.case.strategy.get(column, {}).items()}
         return self.layout.make(**{**more, **kwargs})
 
     def trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -246,12 +308,7 @@ class Run:
     @property
     def data_parallel_rank(self) -> int:
         """Return the index of the part of the global batch that this rank has."""
-        if self.column in ("tp", "pp", "nd_tp"):
-            return 0
-        if self.column == "data_tp":  # Ranks that split layers are neighbours.
-            return self.rank // 2
-        # In "nd", the ranks of one stage, over which the stage is sharded, are neighbours.
-        return self.rank % 2 if self.column == "nd" else self.rank
+        return self.layout.part_of(self.rank)
 
     def fit(
         self,

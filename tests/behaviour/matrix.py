@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -18,16 +18,17 @@ from typing import Any
 import numpy as np
 
 from tests.behaviour import cases as case_modules
-from tests.behaviour.case import CASES, REFERENCES, STRATEGIES, Case, Layout, Run, quiet
+from tests.behaviour.case import CASES, LAYOUTS, REFERENCES, TECHNIQUES, Case, Layout, Run, quiet
+from tests.behaviour.models import variant
 from tests.behaviour.subjects import shown_cases
 from tests.pool import RankFailed, WorkerPool
 
 __all__ = ["ALL", "Cell", "Matrix", "columns_in_turn", "load_cases"]
 
-OK = ("equal", "refused", "differs")
+OK = ("equal", "refused", "differs", "absent")
 
 ALL = ("full", "hybrid", "tp", "pp", "nd", "data")
-"""The columns of the table."""
+"""The columns of the table of strategies."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Cell:
     """Describe the outcome of a case under a strategy.
 
     Args:
-        outcome: ``equal``, ``refused``, ``differs``, ``wrong``, ``crashed`` or ``hung``.
+        outcome: ``equal``, ``refused``, ``differs``, ``wrong``, ``crashed``, ``hung``, or ``absent`` if the case has no
+            block that shows the technique.
         text: Message of the refusal, sentence about the difference, or description of the defect; empty for ``equal``.
     """
 
@@ -61,6 +63,7 @@ IN_ALL_COLUMNS = frozenset(
         "metrics",
         "random_numbers_in_hooks",
         "restoring",
+        "split_code",
         "resume",
         "resumed_states",
         "uneven_ranks",
@@ -85,11 +88,32 @@ Each case takes the next entry, and starts over at the end.
 """
 
 
+_ON_ANY_MODEL = tuple(column for column, layout in TECHNIQUES.items() if not layout.variant)
+_ON_VARIANTS = tuple(column for column, layout in TECHNIQUES.items() if layout.variant)
+
+IN_ALL_TECHNIQUES = frozenset({"split_code", "blocks_by_method"})
+"""Areas whose cases run beside every technique; the others run beside five, in turn."""
+
+
 def columns_in_turn(cases: Iterable[Case]) -> dict[str, tuple[str, ...]]:
-    """Return the columns that each case runs under, chosen so that all cases take at most 40 minutes on two cores."""
+    """Return the columns that each case runs under, chosen so that all cases take at most an hour on two cores."""
     cases, turns = list(cases), cycle(_TURNS)
     shown = set(shown_cases(case.name for case in cases))
-    return {case.name: ALL if case.area in IN_ALL_COLUMNS or case.name in shown else next(turns) for case in cases}
+    strategies = {
+        case.name: ALL if case.area in IN_ALL_COLUMNS or case.name in shown else next(turns) for case in cases
+    }
+    return {case.name: (*strategies[case.name], *_techniques_of(case, index)) for index, case in enumerate(cases)}
+
+
+def _techniques_of(case: Case, index: int) -> tuple[str, ...]:
+    if case.area in IN_ALL_TECHNIQUES:
+        return tuple(TECHNIQUES)
+    return (*_in_turn(_ON_ANY_MODEL, index, 3), *_in_turn(_ON_VARIANTS, index, 2))
+
+
+def _in_turn(columns: Sequence[str], index: int, number: int) -> Iterator[str]:
+    for offset in range(number):
+        yield columns[(index * number + offset) % len(columns)]
 
 
 def load_cases() -> dict[str, Case]:
@@ -107,20 +131,32 @@ class Observed:
     own: dict[str, Any]
     error: str = ""
     trace: str = ""
+    raised_by_project: bool = False
+    has_variant: bool = False
 
 
-def run_on_rank(name: str, column: str, folder: str) -> Observed:
-    """Run the case called ``name`` on this rank."""
+def run_on_rank(name: str, column: str, folder: str, variant_name: str = "") -> Observed:
+    """Run the case called ``name`` on this rank, with the given variant of its models' blocks."""
     import torch
 
     quiet()
     run = Run(load_cases()[name], column, Path(folder))
     torch.manual_seed(0)
-    try:
-        run.case.function(run)
-    except Exception as error:
-        return Observed(run.observed, run.own, f"{type(error).__name__}: {error}", traceback.format_exc())
-    return Observed(run.observed, run.own)
+    observed = Observed(run.observed, run.own)
+    with variant(variant_name) as chosen:
+        try:
+            run.case.function(run)
+        except Exception as error:
+            observed.error, observed.trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+            observed.raised_by_project = _raised_by_project(error)
+        observed.has_variant = chosen.used
+    return observed
+
+
+def _raised_by_project(error: BaseException) -> bool:
+    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    root = Path(__file__).parents[2]
+    return any(last.is_relative_to(root / package) for package in ("lightning_dist", "plugins"))
 
 
 class Matrix:
@@ -129,29 +165,35 @@ class Matrix:
     def __init__(self, pool: WorkerPool, reference_pool: WorkerPool | None = None) -> None:
         self._pool = pool
         self._reference_pool = reference_pool or pool
-        self._references: dict[tuple[str, str], list[Observed] | Cell] = {}
+        self._references: dict[tuple[str, str, str], list[Observed] | Cell] = {}
 
     def cell(self, case: Case, column: str) -> Cell:
         """Run ``case`` under ``column``, and compare it with its reference."""
-        key = (case.name, case.reference_for(column))
+        layout = LAYOUTS[column]
+        key = (case.name, case.reference_for(column), layout.variant)
         if key not in self._references:
-            self._references[key] = self._run(self._reference_pool, case, key[1], REFERENCES[key[1]])
+            self._references[key] = self._run(self._reference_pool, case, key[1], REFERENCES[key[1]], layout.variant)
         expected = self._references[key]
+        if layout.variant and (isinstance(expected, Cell) or expected[0].error or not expected[0].has_variant):
+            return Cell("absent")  # Its own models have no such blocks, or none whose inputs are sequences.
         if isinstance(expected, Cell):
             return Cell(expected.outcome, f"the reference itself: {expected.text}")
         if expected[0].error:
             return Cell("crashed", f"the reference itself: {expected[0].trace}")
         if column in REFERENCES:
             return Cell("equal")
-        found = self._run(self._pool, case, column, STRATEGIES[column])
-        return found if isinstance(found, Cell) else _judge(case, column, found, expected)
+        found = self._run(self._pool, case, column, layout, layout.variant)
+        if isinstance(found, Cell):
+            return found
+        return _judge_technique(case, column, found, expected) if layout.like else _judge(case, column, found, expected)
 
-    def _run(self, pool: WorkerPool, case: Case, column: str, layout: Layout) -> list[Observed] | Cell:
+    def _run(
+        self, pool: WorkerPool, case: Case, column: str, layout: Layout, variant_name: str
+    ) -> list[Observed] | Cell:
         folder = tempfile.mkdtemp(prefix="behaviour-")
+        arguments = (case.name, column, folder, variant_name)
         try:
-            return pool.run(
-                run_on_rank, layout.world_size, case.name, column, folder, timeout_s=case.timeout_s, grace_s=20.0
-            )
+            return pool.run(run_on_rank, layout.world_size, *arguments, timeout_s=case.timeout_s, grace_s=20.0)
         except RankFailed as failed:
             texts = " | ".join(f"rank {rank}: {text.strip()[-3000:]}" for rank, text in sorted(failed.errors.items()))
             return Cell("hung" if "hung for" in texts or "still running" in texts else "crashed", texts)
@@ -163,27 +205,51 @@ def _judge(case: Case, column: str, found: list[Observed], expected: list[Observ
     refused = case.entry_for(column, case.refused)
     errors = [observed.error for observed in found]
     if refused is not None:
-        if all(error and re.search(refused, error, re.DOTALL) for error in errors):
+        if _matches(refused, errors):
             return Cell("refused", _sentence(errors[0]))
         return Cell("wrong", f"expected to be refused on every rank by {refused!r}, but: {errors}")
     if any(errors):
-        if not all(errors):
-            return Cell("crashed", f"on some ranks only: {errors}\n" + _end(next(o.trace for o in found if o.error)))
-        return Cell("crashed", _end(next(o.trace for o in found)))
+        return _crash(found)
     differs = case.entry_for(column, case.differs)
-    if differs is not None:
-        return Cell("differs", differs)
+    return Cell("differs", differs) if differs is not None else _compared(case, column, found, expected)
+
+
+def _judge_technique(case: Case, column: str, found: list[Observed], expected: list[Observed]) -> Cell:
+    refused, differs = case.entry_for(column, case.refused), case.entry_for(column, case.differs)
+    errors = [observed.error for observed in found]
+    if any(errors):
+        of_project = any(o.raised_by_project for o in found)
+        if all(errors) and (of_project or (refused is not None and _matches(refused, errors))):
+            return Cell("refused", _sentence(next((o.error for o in found if o.raised_by_project), errors[0])))
+        return _crash(found)
+    cell = _compared(case, column, found, expected)
+    return Cell("differs", differs) if differs is not None and not cell.is_good else cell
+
+
+def _matches(pattern: str, errors: Iterable[str]) -> bool:
+    return all(error and re.search(pattern, error, re.DOTALL) for error in errors)
+
+
+def _crash(found: list[Observed]) -> Cell:
+    errors = [observed.error for observed in found]
+    if not all(errors):
+        return Cell("crashed", f"on some ranks only: {errors}\n" + _end(next(o.trace for o in found if o.error)))
+    return Cell("crashed", _end(next(o.trace for o in found)))
+
+
+def _compared(case: Case, column: str, found: list[Observed], expected: list[Observed]) -> Cell:
+    tolerance = max(case.tolerance, LAYOUTS[column].tolerance)
     problems: list[str] = []
     for rank, observed in enumerate(found):
         values = observed.values
         if rank and case.reference == "ddp":  # ddp broadcasts buffers only before a forward, so they differ at the end.
             values = {key: expected[0].values[key] if key.endswith(": buffers") else v for key, v in values.items()}
-        for problem in compare(values, expected[0].values, case.tolerance, case.leave_out):
+        for problem in compare(values, expected[0].values, tolerance, case.leave_out):
             problems.append(f"rank {rank}: {problem}")
         if problems:
             break
     problems += compare(
-        _joined(column, found), _joined(case.reference_for(column), expected), case.tolerance, case.leave_out
+        _joined(column, found), _joined(case.reference_for(column), expected), tolerance, case.leave_out
     )
     return Cell("wrong", "\n".join(problems[:6])) if problems else Cell("equal")
 
@@ -204,8 +270,8 @@ def _joined(column: str, ranks: list[Observed]) -> dict[str, Any]:
 
     Histories of loggers are not joined; that of rank 0 is taken.
     """
-    layout = {**STRATEGIES, **REFERENCES}[column]
-    parts = ranks[::2] if column == "data_tp" else ranks[: layout.num_data_parallel]
+    layout = LAYOUTS[column]
+    parts = ranks[:: layout.neighbours][: layout.num_data_parallel]
     joined: dict[str, Any] = {}
     for name, value in ranks[0].own.items():
         if name.endswith(": history") or not isinstance(value, np.ndarray):

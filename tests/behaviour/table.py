@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.behaviour.case import STRATEGIES, Case
+from tests.behaviour.case import STRATEGIES, TECHNIQUES, Case
 from tests.behaviour.matrix import ALL, Cell
 from tests.behaviour.subjects import NOT_TRIED, SUBJECTS, cases_of
 
@@ -46,7 +46,7 @@ class _Notes:
 
 
 def tables(cases: Sequence[Case], rows: Rows) -> str:
-    """Return the sections with the table of subjects, the table of all cases, and the notes to both.
+    """Return the sections with the tables of subjects, of techniques and of all cases, and the notes to them.
 
     Args:
         cases: All cases, in the order of the rows.
@@ -56,7 +56,8 @@ def tables(cases: Sequence[Case], rows: Rows) -> str:
         ValueError: If a subject names no case.
     """
     notes = _Notes()
-    lines = [*_subjects(rows, notes), "", *_all_cases(cases, rows, notes), *notes.lines()]
+    by_technique, by_strategy = _techniques(cases, rows, notes), _all_cases(cases, rows, notes)
+    lines = [*_subjects(rows, notes), "", *by_technique, "", *by_strategy, *notes.lines()]
     return "\n".join(lines)
 
 
@@ -96,6 +97,39 @@ def _merged(cells: Sequence[Cell], notes: _Notes) -> str:
     outcomes = {cell.outcome for cell in cells}
     text = "partly" if len(outcomes) > 1 else _SHOWN.get(cells[0].outcome, cells[0].outcome)
     return text + notes.refer(cell.text for cell in cells if cell.outcome != "equal")
+
+
+def _techniques(cases: Sequence[Case], rows: Rows, notes: _Notes) -> Iterator[str]:
+    columns = [column for column in TECHNIQUES if any(column in row for row in rows.values())]
+    cells = [row[column] for row in rows.values() for column in columns if column in row]
+    cells = [cell for cell in cells if cell.outcome != "absent"]
+    equal = sum(cell.outcome == "equal" for cell in cells)
+    yield from ("## Ordinary Lightning code beside each technique", "")
+    yield (
+        "Each line has the cases of a subject, which [Ordinary Lightning code](#ordinary-lightning-code) lists one by"
+        " one. `yes`: all of them compute under the technique what one process computes. `11 of 12`: the others are"
+        " refused, or differ as the [notes](#notes) say. For `cp`, `tiled` and `ep`, the blocks of the cases' models"
+        f" have attention with an MLP, or experts, in addition. {equal} of {len(cells)} cells equal the reference."
+    )
+    yield ""
+    yield f"| cases | {' | '.join(f'`{column}`' for column in columns)} |"
+    yield "|---|" + "---|" * len(columns)
+    for area in dict.fromkeys(case.area for case in cases):
+        names = [case.name for case in cases if case.area == area]
+        shown = (_counted([rows[name][column] for name in names if column in rows[name]], notes) for column in columns)
+        yield f"| {area.replace('_', ' ')} | {' | '.join(shown)} |"
+    yield ""
+    yield from (f"- `{column}`: {TECHNIQUES[column].title}" for column in columns)
+
+
+def _counted(cells: Sequence[Cell], notes: _Notes) -> str:
+    """Return how many cells of a line of the table of techniques are equal, and the notes to the others."""
+    shown = [cell for cell in cells if cell.outcome != "absent"]
+    if not shown:
+        return ""
+    equal = sum(cell.outcome == "equal" for cell in shown)
+    text = _SHOWN["equal"] if equal == len(shown) else f"{equal} of {len(shown)}"
+    return text + notes.refer(cell.text for cell in shown if cell.outcome != "equal")
 
 
 def _all_cases(cases: Sequence[Case], rows: Rows, notes: _Notes) -> Iterator[str]:

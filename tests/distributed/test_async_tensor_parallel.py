@@ -134,4 +134,4 @@ def test_it_is_refused_where_there_is_nothing_to_overlap(pool: WorkerPool) -> No
         assert "async_tensor_parallel=True with tp_size=1: no layer is split. Set tp_size" in not_split
         assert "with pp_size=2, stages send each other whole hidden states" in stages
         assert "async_tensor_parallel=True: hidden states are not split along the sequence" in whole
-        assert "async_tensor_parallel=True: model.model.layers.0.self_attn.q_proj has a forward hook" in hooked
+        assert "model.model.layers.0.self_attn.q_proj has a hook, which would see only this rank's features" in hooked

@@ -258,7 +258,7 @@ class Distillation(Model):
 
 
 DIFFERS = "in training mode, its results differ"
-HOOK = "has a forward hook, which each rank would call"
+HOOK = "has a hook, which each rank would call"
 HOOK_INSIDE = ".mlp.up, which would be called for each tile"
 NOT_RETURNED = "computes but does not return"
 USES = "computes a value that it does not return"

@@ -344,6 +344,15 @@ class ShardedGroup(ParameterGroup):
         """
         self._waits_for_end = True
 
+    def gather_for_step(self) -> None:
+        """Gather the parameters for a whole step, and free them after its backward.
+
+        A backward may use them after the gradients of the modules' inputs are known: a step may call a layer of a block
+        before the block.
+        """
+        self.is_gathered_for_step = True
+        self._group.reshard_after_backward = False
+
     def inside_backward(self) -> None:
         """Reduce the gradients when those of the modules' inputs are known, unless the group waits for the end."""
         if torch.is_grad_enabled():  # Under create_graph=True, a second backward reads the parameters before any hook.

@@ -1,0 +1,294 @@
+"""Test code inside of blocks that sees, keeps or changes values of the whole batch or the whole sequence.
+
+Under context parallelism, a block runs on a part of the sequence, and a tiled MLP on a few tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.behaviour.case import Run, case
+from tests.behaviour.models import NUM_FEATURES, Block, Classifier
+
+STAGES = ("pp", "nd", "nd_tp")
+SPLIT_LAYERS = ("tp", "nd_tp", "data_tp")
+ESCAPES = "is made inside net.. is given to .* outside of it, and net.. does not return it"
+OF_MICROBATCHES = dict.fromkeys(STAGES, "Statistics over a batch are those of a microbatch under a pipeline.")
+
+
+class Changing(Block):
+    """Apply a function to the hidden features, before the output layer."""
+
+    change: Callable[[Any, Tensor], Tensor]
+
+    def __init__(self, width: int = NUM_FEATURES) -> None:
+        super().__init__(width)
+        self.register_buffer("seen", torch.zeros(2 * width))
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "varied"):
+            x = x + self.varied(x)
+        return x + self.down(type(self).change(self, functional.gelu(self.up(self.norm(x)))))
+
+
+def _over_tokens(hidden: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of samples and tokens."""
+    return tuple(range(hidden.dim() - 1))
+
+
+class Model(Classifier):
+    """Classify by blocks that change their hidden features, and add what they keep to the loss."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor] | None = None, weight: float = 0.0) -> None:
+        super().__init__()
+        self.weight = weight
+        self.kept: list[Tensor] = []
+        if change is not None:
+            block = type("Changed", (Changing,), {"change": change})
+            torch.manual_seed(2)
+            for index in (1, 2, 3, 4):
+                self.net[index] = block()
+
+    @property
+    def blocks(self) -> list[Any]:
+        return list(self.net)[1:5]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept.clear()
+        loss: Tensor = super().training_step(batch, batch_idx)
+        if not self.weight:
+            return loss
+        auxiliary = [block.auxiliary for block in self.blocks if hasattr(block, "auxiliary")]
+        return loss + self.weight * sum([*self.kept, *auxiliary])
+
+
+# Hooks
+
+
+class Penalty(Model):
+    def __init__(self) -> None:
+        super().__init__(weight=0.1)
+        self.net[2].up.register_forward_hook(lambda module, args, out: self.kept.append(out.square().mean()))
+
+
+class Scaling(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].down.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        self.net[3].register_forward_hook(lambda module, args, out: out.clamp(-2, 2))
+
+
+class Gradients(Model):
+    """Change the gradient of a layer's output, and sum up those of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.net[2].down.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        self.net[3].up.register_full_backward_pre_hook(lambda module, outputs: self._add(outputs[0]))
+
+    def _add(self, gradient: Tensor) -> None:
+        self.total += gradient.abs().sum()
+
+
+class OfNorms(Model):
+    """Add what a norm in a block and the output layer of another return to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=0.1)
+        self.net[2].norm.register_forward_hook(lambda module, args, out: self.kept.append(out.amax()))
+        self.net[3].down.register_forward_hook(lambda module, args, out: self.kept.append(out.square().mean()))
+
+
+class Probe(Model):
+    """Look at activations inside of blocks from the first step on, without using them in the step."""
+
+    def on_train_start(self) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.net[2].up.register_forward_hook(lambda module, args, out: self._add(out))
+        self.net[3].register_forward_hook(lambda module, args, out: self._add(out))
+
+    def _add(self, out: Tensor) -> None:
+        self.total += out.detach().abs().sum()
+
+
+class OfTensors(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].up.register_forward_hook(lambda module, args, out: self._attach(out))
+
+    def _attach(self, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class ForAWhile(Model):
+    """Have a hook from the first batch to the third."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.handle = self.net[2].register_forward_hook(lambda module, args, out: out * 0.9)
+        if batch_idx == 2:
+            self.handle.remove()
+
+
+_HOOKS = {
+    "penalty_in_hook": ("a forward hook on a layer of a block adds to the loss", Penalty),
+    "scaling_hooks": ("hooks change the input of a layer and the output of a block", Scaling),
+    "backward_hooks": ("backward hooks change and sum up gradients of layers in blocks", Gradients),
+    "hooks_of_norms": ("hooks on a norm and on an output layer of blocks add to the loss", OfNorms),
+    "late_probe": ("hooks that on_train_start puts into blocks sum up activations", Probe),
+    "hooks_of_tensors": ("a hook clamps the gradient of an activation in a block", OfTensors),
+    "hook_for_a_while": ("a block has a hook for two batches", ForAWhile),
+}
+
+_REFUSED = {
+    "penalty_in_hook": dict.fromkeys(STAGES, ESCAPES),
+    "hooks_of_norms": dict.fromkeys(STAGES, ESCAPES),
+    "late_probe": dict.fromkeys(SPLIT_LAYERS, "net.2.up has a hook, which would see only this rank's features"),
+}
+
+for _name, (_title, _model) in _HOOKS.items():
+
+    @case(_title, name=_name, reference="ddp", refused=_REFUSED.get(_name, {}))
+    def _(run: Run, make: Callable[[], Model] = _model) -> None:
+        model = make()
+        run.fit(model)
+        if hasattr(model, "total") and run.column not in STAGES:  # It is on the stage that has the hooked module.
+            run.record("total", model.total[None], per_rank=True)
+
+
+# Attributes
+
+
+def _auxiliary(self: Any, hidden: Tensor) -> Tensor:
+    self.auxiliary = hidden.softmax(-1).mean(_over_tokens(hidden)).square().sum()
+    return hidden
+
+
+def _list(self: Any, hidden: Tensor) -> Tensor:
+    self.kept.append(hidden.square().mean())
+    return hidden
+
+
+class Listed(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            block.kept.clear()
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * torch.stack([block.kept[-1] for block in self.blocks]).mean()
+
+
+class Logged(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("auxiliary", self.blocks[1].auxiliary.detach(), sync_dist=True)
+        return loss
+
+
+_ESCAPES = dict.fromkeys(STAGES, ESCAPES)
+
+
+@case("blocks keep a loss of all samples as an attribute", reference="ddp", refused=_ESCAPES)
+def kept_auxiliary(run: Run) -> None:
+    run.fit(Model(_auxiliary, 0.1))
+
+
+@case("blocks append to lists, whose last items are averaged into the loss", refused=_ESCAPES)
+def kept_in_lists(run: Run) -> None:
+    run.fit(Listed(_list))
+
+
+@case("an attribute of a block is logged", reference="ddp", refused=_ESCAPES)
+def logged_attribute(run: Run) -> None:
+    run.fit(Logged(_auxiliary))
+
+
+# Buffers
+
+
+def _average(self: Any, hidden: Tensor) -> Tensor:
+    if self.training:
+        self.seen.lerp_(hidden.detach().mean(_over_tokens(hidden)), 0.1)
+    return hidden - self.seen.detach().clone()
+
+
+def _count(self: Any, hidden: Tensor) -> Tensor:
+    if self.training:
+        self.seen += 1
+    return hidden * (1 + 0.01 * self.seen)
+
+
+def _observe(self: Any, hidden: Tensor) -> Tensor:
+    if self.training:
+        self.seen.copy_(torch.maximum(self.seen, hidden.detach().abs().amax(_over_tokens(hidden))))
+        return hidden
+    return torch.minimum(hidden, 0.5 * self.seen)
+
+
+_BUFFERS = {
+    "averaged_activations": ("blocks subtract a running average of their activations", _average, "ddp"),
+    "counted_calls": ("blocks count their calls in a buffer, which scales their output", _count, "one"),
+    "observed_range": ("blocks observe ranges in training, and clip by them in validation", _observe, "ddp"),
+}
+
+for _name, (_title, _change, _reference) in _BUFFERS.items():
+
+    @case(_title, name=_name, reference=_reference, differs=OF_MICROBATCHES if _change is _average else {})
+    def _(run: Run, change: Callable[[Any, Tensor], Tensor] = _change) -> None:
+        run.fit(Model(change), val=run.loader() if change is _observe else None)
+
+
+# Statistics in training mode
+
+
+def _centre(self: Any, hidden: Tensor) -> Tensor:
+    return hidden - (hidden.mean(_over_tokens(hidden)) if self.training else self.seen)
+
+
+def _scale(self: Any, hidden: Tensor) -> Tensor:
+    return hidden / hidden.detach().std() if self.training else hidden
+
+
+def _drop(self: Any, hidden: Tensor) -> Tensor:
+    """Set the hidden features of the tokens with the smallest norms to zero."""
+    if not self.training:
+        return hidden
+    norms = hidden.detach().norm(dim=-1)
+    return hidden * (norms > norms.median())[..., None]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(NUM_FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.flatten(0, -2)).view_as(x)
+
+
+class InBlocks(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = Normed()
+
+
+_STATISTICS: dict[str, tuple[str, Callable[[], Model]]] = {
+    "centred_features": ("blocks centre features by their batch, in training", lambda: Model(_centre)),
+    "scaled_features": ("blocks scale features by a deviation over their batch, in training", lambda: Model(_scale)),
+    "dropped_tokens": ("blocks drop tokens below the median norm of the batch, in training", lambda: Model(_drop)),
+    "batch_norm_in_blocks": ("blocks normalize by BatchNorm over samples and tokens", InBlocks),
+}
+
+for _name, (_title, _make) in _STATISTICS.items():
+
+    @case(_title, name=_name, reference="ddp", differs=OF_MICROBATCHES)
+    def _(run: Run, make: Callable[[], Model] = _make) -> None:
+        run.fit(make(), val=True)
