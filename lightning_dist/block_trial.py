@@ -8,7 +8,10 @@ in training mode as well if the original block computes something else then. Num
 from __future__ import annotations
 
 import copy
+import io
 import math
+import threading
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
@@ -70,7 +73,7 @@ class BlockTrial:
     def _prepare(self, block: nn.Module, call: Call) -> str:
         """Copy the block, compute the results of the whole block, and return an error that occurred; empty: none."""
         try:
-            self._block = copy.deepcopy(block)
+            self._block = _copied(block)
             self._fill(self._block)
             self._args, self._kwargs = self._real(call.args), self._real(call.kwargs)
         except Exception as error:  # Not every module can be copied.
@@ -80,7 +83,7 @@ class BlockTrial:
             _compat.use_eager_experts(module)
             if not self._keeps_hooks:
                 _compat.remove_foreign_hooks(module)
-        whole = copy.deepcopy(self._block)  # Running a block may leave tensors on it that cannot be copied later.
+        whole = _copied(self._block)  # Running a block may leave tensors on it that cannot be copied later.
         for is_training in (False, True) if self._is_training else (False,):
             results, raised = self._results(
                 whole, dict(whole.named_parameters()), lambda gradient: gradient, is_training
@@ -103,7 +106,7 @@ class BlockTrial:
 
     def copy_of_block(self) -> nn.Module:
         """Return a copy of the block with the weights of the trial, which the caller may distribute."""
-        return copy.deepcopy(self._block)
+        return _copied(self._block)
 
     def compare(self, block: nn.Module, params: Mapping[str, nn.Parameter]) -> str:
         """Run a distributed block, and compare it with the original one. This is a collective over all processes.
@@ -296,3 +299,12 @@ def _flags(block: nn.Module) -> object:
 def _shapes(call: Call) -> object:
     # Shapes are compared as text, because a symbolic size, which depends on values, can be neither compared nor hashed.
     return tuple((str(tuple(tensor.shape)), tensor.dtype) for tensor in tensors_in((call.args, call.kwargs)))
+
+
+def _copied(block: nn.Module) -> nn.Module:
+    """Return a deep copy of ``block``, which shares what Python cannot copy with it, such as locks and open files."""
+    values = (value for module in block.modules() for value in vars(module).values())
+    return copy.deepcopy(block, {id(value): value for value in values if isinstance(value, _UNCOPYABLE)})
+
+
+_UNCOPYABLE = (type(threading.Lock()), type(threading.RLock()), io.IOBase, types.GeneratorType, types.ModuleType)

@@ -1,4 +1,4 @@
-"""Let a block run again with the buffers and random numbers of its forward."""
+"""Let a block run again with the buffers, the attributes and the random numbers of its forward."""
 
 from __future__ import annotations
 
@@ -12,41 +12,47 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist._compat import NORM, own_buffers
+from lightning_dist.activation_checkpointing.block_attributes import BlockAttributes, Changes
 from lightning_dist.own_generators import get_state, own_generators, set_state
 
 __all__ = ["BlockState"]
 
 
 class BlockState:
-    """Let ``block`` run again with the buffers and random numbers of its forward, without changing them a second time.
+    """Let ``block`` run again with the state that its forward began with, without changing the state a second time.
 
-    torch restores the states of its own generators; this class restores those of Python, of NumPy, and of generators
-    that are attributes of the block.
+    The state consists of buffers, of attributes such as a counter of calls, and of random numbers. torch restores the
+    states of its own generators; this class restores those of Python, of NumPy, and of generators that are attributes
+    of the block.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
+        self._attributes = BlockAttributes(block)
         self._changing: dict[bool, set[tuple[nn.Module, str]]] = {}
         """The buffers that the first forward changed, by ``block.training``; those of norms are always saved."""
 
     def begin(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that returns contexts: the first one for the forward, the others for its reruns."""
-        kept: list[tuple[dict[tuple[nn.Module, str], Tensor], dict[str, Any]]] = []
+        kept: list[tuple[dict[tuple[nn.Module, str], Tensor], dict[str, Any], Changes]] = []
 
         @contextmanager
         def context() -> Iterator[None]:
             if not kept:
                 buffers = {place: buffer.detach().clone() for place, buffer in self._buffers().items()}
-                kept.append((buffers, self._drawn()))
-                yield
+                drawn = self._drawn()
+                with self._attributes.recorded() as changes:
+                    yield
                 self._forget_unchanged(buffers)
+                kept.append((buffers, drawn, changes))
                 return
-            (buffers, drawn), now, drawn_now = kept[0], self._buffers(), self._drawn()
+            (buffers, drawn, changes), now, drawn_now = kept[0], self._buffers(), self._drawn()
             # Buffers are replaced rather than changed in place, since autograd may have saved them for the backward.
             _put({place: buffer.clone() for place, buffer in buffers.items()})
             self._draw_from(drawn)
             try:
-                yield
+                with changes.undone():
+                    yield
             finally:
                 _put({place: buffer for place, buffer in now.items() if place in buffers})
                 self._draw_from(drawn_now)

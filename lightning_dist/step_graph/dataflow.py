@@ -126,6 +126,9 @@ class Dataflow:
                 _mark(tensor, frozenset({name}), ancestors)
                 tensor.__dict__["_features_of"] = name
 
+    def on_next(self, name: str) -> None:
+        """Do nothing, because the real step gets the same item."""
+
     def on_end(self, result: Any) -> None:
         """Do nothing, because the record is complete already."""
 

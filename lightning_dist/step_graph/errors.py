@@ -9,6 +9,7 @@ __all__ = [
     "RefusalError",
     "RepeatedCallsError",
     "TraceError",
+    "next_item_refused",
 ]
 
 
@@ -34,3 +35,12 @@ class RepeatedCallsError(TraceError):
 
 class EndOfTraceError(BaseException):
     """End the run of a step on fakes where its observer has seen enough; it is no exception that the step may catch."""
+
+
+def next_item_refused(name: str) -> str:
+    """Return the sentence that refuses a step which takes the next item of the iterator ``name`` under a pipeline."""
+    return (
+        f"The step takes the next item of {name}, an iterator: under a pipeline, each stage would take one for each"
+        " microbatch. Let the loader give the item as a part of the batch, as Lightning's CombinedLoader does, or take"
+        " it in on_train_batch_start and keep it as an attribute."
+    )

@@ -1,7 +1,7 @@
 """Run a step of a model on fake tensors, and report each call of a module or function to an observer.
 
 Nothing is computed. The model may be on any device, also the meta device. Afterwards everything is restored: its
-parameters, its attributes, and the contents of the lists and dictionaries among them.
+parameters, its attributes, the contents of the lists and dictionaries among them, and the items of its iterators.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lightning_dist.own_generators import get_state, own_generators, set_state
 from lightning_dist.step_graph.contents import items_of, packages_of, set_items
 from lightning_dist.step_graph.errors import EndOfTraceError, RefusalError
 from lightning_dist.step_graph.fake_rules import FakeRules
+from lightning_dist.step_graph.iterators import iterators_rewound
 from lightning_dist.step_graph.tensor_reads import MadeUpValues
 from lightning_dist.tensor_places import put, tensor_places
 
@@ -97,6 +98,9 @@ class Observer(Protocol):
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Handle the end of a module's call, which has returned ``out``."""
 
+    def on_next(self, name: str) -> None:
+        """Handle that the step takes the next item of an iterator, the attribute ``name`` of the module."""
+
     def on_end(self, result: Any) -> None:
         """Handle the end of the step, which has returned ``result``; the attributes that it has set are still there."""
 
@@ -139,7 +143,13 @@ def run_on_fakes(
         observer.on_input(result)
         return result
 
-    with _restored(root), _cached_results_forgotten(root), _observed(root, observer), _quietly():
+    with (
+        iterators_rewound(root, observer.on_next),
+        _restored(root),
+        _cached_results_forgotten(root),
+        _observed(root, observer),
+        _quietly(),
+    ):
         _swap_in_fakes(root, mode, device)
         try:
             # Inference mode is off, because its tensors have no version counters.

@@ -17,7 +17,12 @@ from lightning_dist._compat import GET_BASE, DispatchMode, base_of, tree_flatten
 from lightning_dist.step_graph.attribute_changes import AttributeChanges
 from lightning_dist.step_graph.batch_marks import BatchMarks
 from lightning_dist.step_graph.draws import Draws
-from lightning_dist.step_graph.errors import EndOfTraceError, RepeatedCallsError, TraceError
+from lightning_dist.step_graph.errors import (
+    EndOfTraceError,
+    RepeatedCallsError,
+    TraceError,
+    next_item_refused,
+)
 from lightning_dist.step_graph.fake_run import Observer, tensors_in
 from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, Value
 from lightning_dist.step_graph.logged_values import LoggedValues
@@ -195,6 +200,14 @@ class GraphObserver:
         self._calls.append(call)
         self._active = None
 
+    def on_next(self, name: str) -> None:
+        """Refuse that the step takes an item of an iterator.
+
+        Raises:
+            TraceError: In any case, since each stage would take an item for each microbatch.
+        """
+        raise TraceError(next_item_refused(name))
+
     def on_end(self, result: Any) -> None:
         """Record the result of the step, and the buffers and attributes that it has changed."""
         self._changed_buffers = self._of_batch.changed(self._root)
@@ -232,7 +245,8 @@ class GraphObserver:
             self._hooked += [(marks_of(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
             return  # The function only reads metadata such as the shape.
-        written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
+        sizes = [tensor.numel() for tensor in outputs if not _is_view(tensor, inputs)]
+        written = sum(size for size in sizes if isinstance(size, int))  # Sizes that depend on values are not known.
         if self._active is not None:
             self._active.cost += _FLOPS_PER_ELEMENT * written
             for tensor in inputs:

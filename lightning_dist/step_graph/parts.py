@@ -132,5 +132,8 @@ class _CallTree:
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    def on_next(self, name: str) -> None:
+        pass
+
     def on_end(self, result: Any) -> None:
         pass

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dist._compat import ForeignHooks
+from lightning_dist._compat import ForeignHooks, has_foreign_hooks
 from lightning_dist.block_trial import BlockTrial, kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.experts import find_experts, without_dispatch
@@ -175,7 +175,10 @@ class _Finder:
             if len(tensors) != 1 or tensors[0].ndim < 2 or tensors[0].shape[:-1] != call.output.shape[:-1]:
                 reasons.append(f"{name} does not compute token by token")
                 continue
-            why_not = "" if type(self._root.get_submodule(name)) is nn.Linear else self._tried(name)
+            head = self._root.get_submodule(name)
+            why_not = "" if type(head) is nn.Linear else self._tried(name)
+            if has_foreign_hooks(head):
+                why_not = "has a hook, which needs all logits"
             if why_not:
                 reasons.append(f"{name} {why_not}")
             else:

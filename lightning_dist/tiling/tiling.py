@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Tiling(Technique):
         self.config = config
         self.plan = plan
         self._uses: dict[str, bool] = {}
-        self._hooked: set[str] = set()
+        self._hooked: set[tuple[str, str]] = set()
         self._is_checked = False
         self._num_deferred = 0
 
@@ -63,25 +64,26 @@ class Tiling(Technique):
     def _looks_for_hooks(self, module: nn.Module) -> Callable[[], bool]:
         """Return a function that looks for hooks inside of ``module``, which would be called for each tile."""
         hooks = ForeignHooks(dict(inside_of(module)))
+        effect = f"{type(module).__name__}, which computes all tokens at once from now on, so that the hook sees them"
+        return partial(self._has_hooks, hooks, f"tiled_mlp={self.config.mlp}", f"in a {effect}")
 
-        def has_hooks() -> bool:
-            found = hooks.find()
-            if found and found not in self._hooked:
-                self._hooked.add(found)
-                warnings.warn(
-                    f"tiled_mlp={self.config.mlp}: a hook was registered on {found} in a"
-                    f" {type(module).__name__}, which computes all tokens at once from now on, so that the hook sees"
-                    " them. Remove the hook to save memory.",
-                    stacklevel=2,
-                )
-            return bool(found)
-
-        return has_hooks
+    def _has_hooks(self, hooks: ForeignHooks, argument: str, effect: str) -> bool:
+        found = hooks.find()
+        if found and (argument, found) not in self._hooked:
+            self._hooked.add((argument, found))
+            warnings.warn(
+                f"{argument}: a hook was registered on {found} {effect}. Remove the hook to save memory.",
+                stacklevel=2,
+            )
+        return bool(found)
 
     def finish(self) -> None:
         """Let heads return logits that are computed later. The hooks of the sharding run before, on plain tensors."""
         for name in self.plan.heads if self.config.loss is not None else ():
-            _defer(self._module.get_submodule(name), self.config.loss or 1, self._on_use, self._on_defer)
+            head = self._module.get_submodule(name)
+            effect = "whose logits are computed whole from now on, so that the hook sees them"
+            has_hooks = partial(self._has_hooks, ForeignHooks({name: head}), f"tiled_loss={self.config.loss}", effect)
+            _defer(head, self.config.loss or 1, has_hooks, self._on_use, self._on_defer)
 
     def _on_use(self, function: str, is_tiled: bool) -> None:
         is_new = function not in self._uses
@@ -106,7 +108,8 @@ class Tiling(Technique):
         Raises:
             TilingError: If it was not, although a head has computed logits.
         """
-        if not backward_follows or self._is_checked or not self._num_deferred:
+        is_training = backward_follows or self._module.training  # A pipeline has run the backward within the step.
+        if not is_training or self._is_checked or not self._num_deferred:
             return
         self._is_checked = True
         if not self._uses.get("cross_entropy"):
@@ -126,12 +129,19 @@ class Tiling(Technique):
             yield label, f"logits of {', '.join(self.plan.heads)} and their loss, {self.config.loss} tokens at a time"
 
 
-def _defer(head: nn.Module, size: int, on_use: Callable[[str, bool], None], on_defer: Callable[[], None]) -> None:
+def _defer(
+    head: nn.Module,
+    size: int,
+    has_hooks: Callable[[], bool],
+    on_use: Callable[[str, bool], None],
+    on_defer: Callable[[], None],
+) -> None:
     """Let ``head`` return logits that are computed where they are used.
 
     Args:
         head: A module that computes token by token, with one tensor among its arguments.
         size: Number of tokens of a tile.
+        has_hooks: Function that returns whether a user's hook is on ``head``, which must see all logits.
         on_use: Function that :class:`~lightning_dist.tiling.tiled_logits.Head` calls when the logits are used.
         on_defer: Function that is called when logits are deferred.
     """
@@ -141,7 +151,7 @@ def _defer(head: nn.Module, size: int, on_use: Callable[[str, bool], None], on_d
     def placeholder(*args: Any, **kwargs: Any) -> Tensor:
         pending.clear()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if len(given) != 1 or given[0].ndim < 2 or given[0].size(TOKENS) <= size:
+        if len(given) != 1 or given[0].ndim < 2 or given[0].size(TOKENS) <= size or has_hooks():
             result: Tensor = forward(*args, **kwargs)
             return result
         # Hooks of the sharding, which wait for the gradient of the output, get a tensor that has one.

@@ -50,5 +50,8 @@ class _NoObserver:
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Ignore an output."""
 
+    def on_next(self, name: str) -> None:
+        """Ignore an item that the step takes from an iterator."""
+
     def on_end(self, result: Any) -> None:
         """Ignore the end."""

@@ -222,6 +222,8 @@ class Run:
         self.layout = LAYOUTS[column]
         self.observed: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
+        self.inexact = ""
+        """Why the technique of this run does not compute what the reference computes; empty: it does."""
 
     @property
     def rank(self) -> int:
@@ -349,6 +351,8 @@ class Run:
 
     def observe(self, trainer: pl.Trainer, model: pl.LightningModule, name: str = "fit") -> None:
         """Record weights, buffers, metrics, progress and checkpoints of ``trainer``."""
+        if self.column == "local" and (trainer.gradient_clip_val or any(not _is_linear(o) for o in trainer.optimizers)):
+            self.inexact = "Each replica's optimizer sees gradients of its own, and is not linear in them."
         self.record(f"{name}: steps, epochs", [trainer.global_step, trainer.current_epoch])
         self.record(f"{name}: metrics", dict(trainer.callback_metrics))
         for logger in trainer.loggers:
@@ -392,6 +396,11 @@ class Run:
     def record_checkpoint(self, path: str | Path, name: str) -> None:
         """Record the weights, optimizer states, schedulers and progress of a checkpoint of any format."""
         self.record(name, _comparable(_read(path)))
+
+
+def _is_linear(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the mean of an optimizer's updates is its update by the mean of the gradients."""
+    return type(optimizer) is torch.optim.SGD
 
 
 def _whole_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -133,6 +133,7 @@ class Observed:
     trace: str = ""
     raised_by_project: bool = False
     has_variant: bool = False
+    inexact: str = ""
 
 
 def run_on_rank(name: str, column: str, folder: str, variant_name: str = "") -> Observed:
@@ -149,7 +150,7 @@ def run_on_rank(name: str, column: str, folder: str, variant_name: str = "") -> 
         except Exception as error:
             observed.error, observed.trace = f"{type(error).__name__}: {error}", traceback.format_exc()
             observed.raised_by_project = _raised_by_project(error)
-        observed.has_variant = chosen.used
+        observed.has_variant, observed.inexact = chosen.used, run.inexact
     return observed
 
 
@@ -215,7 +216,8 @@ def _judge(case: Case, column: str, found: list[Observed], expected: list[Observ
 
 
 def _judge_technique(case: Case, column: str, found: list[Observed], expected: list[Observed]) -> Cell:
-    refused, differs = case.entry_for(column, case.refused), case.entry_for(column, case.differs)
+    refused = case.entry_for(column, case.refused)
+    differs = case.entry_for(column, case.differs) or found[0].inexact or None
     errors = [observed.error for observed in found]
     if any(errors):
         of_project = any(o.raised_by_project for o in found)

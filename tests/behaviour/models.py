@@ -12,9 +12,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-__all__ = ["VARIANTS", "Block", "Classifier", "LanguageModel", "Network", "samples", "sgd", "tokens", "variant"]
+__all__ = [
+    "VARIANTS",
+    "Block",
+    "Classifier",
+    "LanguageModel",
+    "Network",
+    "has_variants",
+    "samples",
+    "sgd",
+    "tokens",
+    "variant",
+]
 
 NUM_FEATURES, NUM_CLASSES, VOCABULARY, LENGTH = 16, 4, 32, 8
+NUM_TOKENS = 6
+"""Number of tokens of a sample under a variant; it is the size of no batch."""
 
 
 def samples(num: int = 64, seed: int = 0) -> TensorDataset:
@@ -23,7 +36,7 @@ def samples(num: int = 64, seed: int = 0) -> TensorDataset:
     x = torch.randn(num, NUM_FEATURES, generator=generator, dtype=torch.float64)
     y = (x[:, :NUM_CLASSES] * 2).argmax(1)
     if _variant.name:  # Each sample is a sequence.
-        others = torch.randn(num, LENGTH - 1, NUM_FEATURES, generator=generator, dtype=torch.float64)
+        others = torch.randn(num, NUM_TOKENS - 1, NUM_FEATURES, generator=generator, dtype=torch.float64)
         x = torch.cat([x[:, None], others], 1)
     return TensorDataset(x, y)
 
@@ -129,6 +142,11 @@ def variant(name: str) -> Iterator[_Variant]:
         _variant.name = ""
 
 
+def has_variants() -> None:
+    """Note that the model which is made now has attention and experts of its own, so that it shows all variants."""
+    _variant.used = True
+
+
 class Block(nn.Module):
     """Add a feed-forward layer's output to its input, after what the :func:`variant` says."""
 
@@ -148,7 +166,7 @@ class Block(nn.Module):
 
 
 class Pooled(nn.LayerNorm):
-    """Normalize the mean of the tokens where the input is a sequence."""
+    """Normalize the mean of the tokens of a sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mean(1) if x.dim() == 3 else x)
@@ -164,8 +182,9 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         torch.manual_seed(1)
+        norm = Pooled if _variant.name else nn.LayerNorm
         self.net = nn.Sequential(
-            nn.Linear(NUM_FEATURES, NUM_FEATURES), *[Block() for _ in range(num_blocks)], Pooled(NUM_FEATURES)
+            nn.Linear(NUM_FEATURES, NUM_FEATURES), *[Block() for _ in range(num_blocks)], norm(NUM_FEATURES)
         )
         self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
 
