@@ -46,6 +46,8 @@ class FailureReason(str):
     def of(cls, error: Exception) -> FailureReason:
         """Return the text that describes ``error``."""
         text = str(error).strip().split("\n")[0]
+        if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
+            text += ", which must be set before on_fit_start and on_train_start run, for example in setup()"
         why_not = cls(f"{type(error).__name__}: {text}")
         why_not.error = error
         return why_not

@@ -110,11 +110,14 @@ class _Finder:
                 found.append(name)
         if not found:
             tried = next((f" {name} {why_not}." for name, why_not in reasons.items() if why_not != _NO_MLP), "")
-            why = f" A step could not be run on fake tensors: {self._why_not}" if self._why_not else ""
+            if self._why_not and not tried:
+                raise TilingError(
+                    f"tiled_mlp={size} needs a step on fake tensors, to find the modules that compute several layers"
+                    f" token by token, and it could not be run: {self._why_not}. Change the step, or leave tiled_mlp out."
+                )
             raise TilingError(
                 f"tiled_mlp={size}: {type(self._root).__name__} has no module in its blocks that computes several"
-                f" layers token by token.{tried}{why} Put these layers into a module of their own, or leave tiled_mlp"
-                " out."
+                f" layers token by token.{tried} Put these layers into a module of their own, or leave tiled_mlp out."
             )
         return tuple(sorted(found))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -246,10 +247,15 @@ class Run:
         (self.own if per_rank else self.observed)[name] = _plain(value)
 
     def record_error(self, name: str, function: Callable[[], Any]) -> None:
-        """Record the class and the message of the error that ``function`` raises; None if it raises no error."""
+        """Record the class and the message of the error that ``function`` raises; None if it raises no error.
+
+        If a technique refuses the case, its error is raised.
+        """
         try:
             function()
         except Exception as error:
+            if self.layout.like and is_raised_by_project(error):
+                raise
             self.record(name, f"{type(error).__name__}: {error}")
         else:
             self.record(name, None)
@@ -480,6 +486,13 @@ class History(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         pass
+
+
+def is_raised_by_project(error: BaseException) -> bool:
+    """Return whether a line of this project, and not of a test or another package, has raised ``error``."""
+    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    root = Path(__file__).parents[2]
+    return any(last.is_relative_to(root / package) for package in ("lightning_dist", "plugins"))
 
 
 def quiet() -> None:

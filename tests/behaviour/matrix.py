@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.behaviour import cases as case_modules
-from tests.behaviour.case import CASES, LAYOUTS, REFERENCES, TECHNIQUES, Case, Layout, Run, quiet
+from tests.behaviour.case import CASES, LAYOUTS, REFERENCES, TECHNIQUES, Case, Layout, Run, is_raised_by_project, quiet
 from tests.behaviour.models import variant
 from tests.behaviour.subjects import shown_cases
 from tests.pool import RankFailed, WorkerPool
@@ -149,15 +149,9 @@ def run_on_rank(name: str, column: str, folder: str, variant_name: str = "") -> 
             run.case.function(run)
         except Exception as error:
             observed.error, observed.trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-            observed.raised_by_project = _raised_by_project(error)
+            observed.raised_by_project = is_raised_by_project(error)
         observed.has_variant, observed.inexact = chosen.used, run.inexact
     return observed
-
-
-def _raised_by_project(error: BaseException) -> bool:
-    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    root = Path(__file__).parents[2]
-    return any(last.is_relative_to(root / package) for package in ("lightning_dist", "plugins"))
 
 
 class Matrix:
