@@ -41,10 +41,10 @@ def samples(num: int = 64, seed: int = 0) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-def tokens(num: int = 64, seed: int = 0) -> TensorDataset:
-    """Make a dataset of ``num`` sequences of ``LENGTH`` tokens."""
+def tokens(num: int = 64, seed: int = 0, length: int = LENGTH) -> TensorDataset:
+    """Make a dataset of ``num`` sequences of ``length`` tokens."""
     generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randint(VOCABULARY, (num, LENGTH), generator=generator))
+    return TensorDataset(torch.randint(VOCABULARY, (num, length), generator=generator))
 
 
 class Mixing(nn.Module):

@@ -284,6 +284,20 @@ def converted_at_start(run: Run) -> None:
     run.fit(Converts())
 
 
+@case("a frozen parameter of integers is the first of an optimizer's group")
+def integers_come_first(run: Run) -> None:
+    class HasScale(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.arange(N), requires_grad=False)
+
+        def configure_optimizers(self) -> Any:
+            others = [param for param in self.parameters() if param is not self.scale]
+            return torch.optim.SGD([self.scale, *others], 0.05, momentum=0.9)
+
+    run.fit(HasScale())
+
+
 @case("a frozen parameter of integers, as of a quantized layer")
 def frozen_integers(run: Run) -> None:
     class Quantized(nn.Module):

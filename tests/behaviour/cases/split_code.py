@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.behaviour.case import Run, case
-from tests.behaviour.models import NUM_FEATURES, Block, Classifier
+from tests.behaviour.models import NUM_FEATURES, VOCABULARY, Block, Classifier, LanguageModel, tokens
 
 STAGES = ("pp", "nd", "nd_tp")
 SPLIT_LAYERS = ("tp", "nd_tp", "data_tp")
@@ -85,12 +85,20 @@ class Scaling(Model):
 
 
 class Gradients(Model):
-    """Change the gradient of a layer's output, and sum up those of another."""
+    """Change the gradients of a layer's input and of another layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].down.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        self.net[3].up.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))
+
+
+class ProbeOfGradients(Model):
+    """Sum up gradients of a layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = torch.zeros((), dtype=torch.float64)
-        self.net[2].down.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
         self.net[3].up.register_full_backward_pre_hook(lambda module, outputs: self._add(outputs[0]))
 
     def _add(self, gradient: Tensor) -> None:
@@ -141,7 +149,8 @@ class ForAWhile(Model):
 _HOOKS = {
     "penalty_in_hook": ("a forward hook on a layer of a block adds to the loss", Penalty),
     "scaling_hooks": ("hooks change the input of a layer and the output of a block", Scaling),
-    "backward_hooks": ("backward hooks change and sum up gradients of layers in blocks", Gradients),
+    "backward_hooks": ("backward hooks change gradients of layers in blocks", Gradients),
+    "probe_of_gradients": ("a backward hook sums up gradients of a layer in a block", ProbeOfGradients),
     "hooks_of_norms": ("hooks on a norm and on an output layer of blocks add to the loss", OfNorms),
     "late_probe": ("hooks that on_train_start puts into blocks sum up activations", Probe),
     "hooks_of_tensors": ("a hook clamps the gradient of an activation in a block", OfTensors),
@@ -154,9 +163,12 @@ _REFUSED = {
     "late_probe": dict.fromkeys(SPLIT_LAYERS, "net.2.up has a hook, which would see only this rank's features"),
 }
 
+_ON_A_STAGE = dict.fromkeys(STAGES, "Hooks in a block run on the stage of the block, and keep what they see there.")
+_DIFFERS = {"late_probe": _ON_A_STAGE, "probe_of_gradients": _ON_A_STAGE}
+
 for _name, (_title, _model) in _HOOKS.items():
 
-    @case(_title, name=_name, reference="ddp", refused=_REFUSED.get(_name, {}))
+    @case(_title, name=_name, reference="ddp", refused=_REFUSED.get(_name, {}), differs=_DIFFERS.get(_name, {}))
     def _(run: Run, make: Callable[[], Model] = _model) -> None:
         model = make()
         run.fit(model)
@@ -292,3 +304,42 @@ for _name, (_title, _make) in _STATISTICS.items():
     @case(_title, name=_name, reference="ddp", differs=OF_MICROBATCHES)
     def _(run: Run, make: Callable[[], Model] = _make) -> None:
         run.fit(make(), val=True)
+
+
+# Norms and losses after the blocks
+
+
+class AfterBlocks(Model):
+    """Normalize by BatchNorm over samples and tokens after the last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[5] = nn.Sequential(Normed(), self.net[5])
+
+
+@case("BatchNorm over samples and tokens after the last block", reference="ddp", differs=OF_MICROBATCHES)
+def batch_norm_after_blocks(run: Run) -> None:
+    run.fit(AfterBlocks(), val=True)
+
+
+class ZLoss(LanguageModel):
+    """Add a loss of the logits, and one that distils a teacher, to the cross entropy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch[0]
+        logits, targets = self(ids[:, :-1]), ids[:, 1:]
+        teacher = functional.one_hot(targets, VOCABULARY).to(logits.dtype) * 0.9 + 0.1 / VOCABULARY
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        distilled = functional.kl_div(logits.log_softmax(-1), teacher, reduction="batchmean")
+        return loss + 0.1 * torch.logsumexp(logits, -1).square().mean() + 0.1 * distilled
+
+
+@case("logits are used by a z-loss and a distillation besides the cross entropy")
+def z_loss(run: Run) -> None:
+    run.fit(ZLoss(), run.loader(tokens()))
+
+
+@case("a sequence has as many tokens as a head has features")
+def as_long_as_wide(run: Run) -> None:
+    run.fit(LanguageModel(), run.loader(tokens(length=5)))
