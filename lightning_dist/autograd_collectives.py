@@ -115,7 +115,10 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, dim: int, forward: Any, backward: Any) -> Tensor:
         ctx.group, ctx.dim, ctx.exchanges = group, dim, (forward, backward)
         result: Tensor = forward(tensor, group, dim)
-        return result.view_as(result) if result is tensor else result
+        if result is tensor:
+            return result.view_as(result)
+        # A view that a function of autograd returns could not be changed in place.
+        return result.data if result._is_view() else result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:

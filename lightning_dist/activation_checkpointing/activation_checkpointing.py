@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
+from lightning_dist._compat import own_parameters, tree_map
 from lightning_dist.activation_checkpointing.block_state import BlockState
 from lightning_dist.activation_checkpointing.copies import Copies
 from lightning_dist.activation_checkpointing.mode import CheckpointingMode
 from lightning_dist.activation_checkpointing.offload import offload
 from lightning_dist.activation_checkpointing.saved_operations import selective_contexts
+from lightning_dist.gather_on_use import GatheredOnUse
 from lightning_dist.technique import Parallel, Rows, Technique, bound
 from lightning_dist.units import Unit
 
@@ -52,6 +54,7 @@ class ActivationCheckpointing(Technique):
     def attach(self, parallel: Parallel) -> None:
         """Collect the contexts that other techniques need around a block that runs again."""
         self._around_rerun = bound(parallel.techniques, "around_rerun")
+        self._is_form = bound(parallel.techniques, "is_form_of_parameter")
 
     def prepare_unit(self, unit: Unit) -> None:
         """Replace the forwards of those of the unit's modules that are chosen blocks."""
@@ -63,7 +66,20 @@ class ActivationCheckpointing(Technique):
                 continue
             around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
             contexts = selective_contexts if self._mode.kind == "selective" else noop_context_fn
-            _recompute(block, [*around, BlockState(block).begin], contexts)
+            _recompute(block, [*around, BlockState(block).begin], contexts, partial(self._has_other_parameters, block))
+
+    def _has_other_parameters(self, block: nn.Module) -> bool:
+        """Return whether the step has put tensors of its own in the place of parameters of ``block``.
+
+        ``torch.func.functional_call`` does so for one forward; a rerun in the backward would compute with others.
+        """
+        return any(
+            not isinstance(held, nn.Parameter | GatheredOnUse)
+            and not any(is_form(module, key, held) for is_form in self._is_form)
+            for module in block.modules()
+            for key, held in own_parameters(module).items()
+            if held is not None
+        )
 
     def table_rows(self) -> Rows:
         """Return a row that says what is computed again, or where it is kept."""
@@ -84,6 +100,7 @@ def _recompute(
     block: nn.Module,
     around: Sequence[Callable[[], Callable[[], AbstractContextManager[None]]]],
     contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
+    has_other_parameters: Callable[[], bool],
 ) -> None:
     """Replace the forward of ``block`` by one that runs again in the backward.
 
@@ -92,16 +109,23 @@ def _recompute(
         around: Functions that are called when a forward begins. Each returns a function whose context is entered around
             that forward, and around each time that it runs again.
         contexts: Function that returns a context around that forward and one around the rerun.
+        has_other_parameters: Function that returns whether a forward computes with other tensors than the block's
+            parameters; its activations are kept.
     """
     forward = block.forward
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or has_other_parameters():
             return forward(*args, **kwargs)
         states = [begin() for begin in around]
+        has_run = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            if has_run:  # A hook that the block puts on its input would otherwise be on the input twice.
+                args, kwargs = tree_map(_alias, (args, kwargs))
+            has_run = True
             with ExitStack() as stack:
                 for state in states:
                     stack.enter_context(state())
@@ -112,3 +136,10 @@ def _recompute(
             return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     block.forward = recomputed
+
+
+def _alias(value: Any) -> Any:
+    """Return a tensor with the same memory and no history in place of a tensor that requires gradients."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()

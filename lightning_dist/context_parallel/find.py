@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -28,7 +27,7 @@ from lightning_dist.context_parallel.split_blocks import named_inside
 from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.context_parallel.trial import Trial
 from lightning_dist.experts import without_dispatch
-from lightning_dist.step_graph import Dataflow, argument_of, find_chains, hidden_key, run_on_fakes
+from lightning_dist.step_graph import Dataflow, argument_of, find_chains, hidden_key, record_step
 from lightning_dist.step_graph.dataflow import Call
 from lightning_dist.units import Unit
 
@@ -104,9 +103,10 @@ def find_context_plan(
         )
     if config.step is None:
         raise SequenceSplitError(f"cp_size={size} needs a step to find the sequence: {config.why_no_step}.")
-    flow = _AttentionFlow(frozenset(blocks), root, lambda *_: True)
     with without_dispatch(root):
-        why_not = run_on_fakes(root, partial(config.step, on_log=flow.on_log), device, flow)
+        flow, why_not = record_step(
+            lambda: _AttentionFlow(frozenset(blocks), root, lambda *_: True), root, config.step, device
+        )
     plan = _Finder(root, blocks, flow, why_not, group, device).plan(config.attention, keeps_split)
     gc.collect()  # The trials hold copies of blocks, whose modules and hooks are in reference cycles.
     check_agreement("The plan of context parallelism", plan.outline())

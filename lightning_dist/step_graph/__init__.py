@@ -9,6 +9,7 @@ The modules, in the order in which they build on each other:
 - ``watched_numbers``: Records how a step uses numbers, such as ``global_step``.
 - ``tensor_reads``: Makes up the values that a step reads from fake tensors.
 - ``contents``: Reads and sets what containers and objects in a model's attributes contain.
+- ``iterators``: Gives a step the items once more that a run on fakes has taken.
 - ``fake_rules``, ``fake_run``: Run a step on fake tensors.
 - ``dataflow``: Records which layers feed which.
 - ``chains``: Finds chains of blocks that pass hidden states to each other.
@@ -28,7 +29,7 @@ The modules, in the order in which they build on each other:
 
 from lightning_dist.step_graph.chains import argument_of, find_chains, hidden_key, output_values
 from lightning_dist.step_graph.contents import is_object, items_of, packages_of, set_items
-from lightning_dist.step_graph.dataflow import Dataflow
+from lightning_dist.step_graph.dataflow import Dataflow, record_step
 from lightning_dist.step_graph.errors import (
     LoopByValueError,
     NotTraceableError,
@@ -70,6 +71,7 @@ __all__ = [
     "note_exchange",
     "output_values",
     "packages_of",
+    "record_step",
     "run_on_fakes",
     "set_items",
     "tensors_in",

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_dist._compat import DispatchMode, has_foreign_hooks
 from lightning_dist.layers import linear_layer
 from lightning_dist.step_graph.draws import draws_numbers
-from lightning_dist.step_graph.fake_run import tensors_in
+from lightning_dist.step_graph.fake_run import FailureReason, run_on_fakes, tensors_in
 
 __all__ = ["BATCH", "Call", "Dataflow", "is_learned", "is_stream", "is_used_outside", "sources"]
 
@@ -225,6 +226,36 @@ class Dataflow:
             ancestors = _NONE.union(*map(_ancestors, inputs))
             for tensor in outputs:
                 _mark(tensor, found, ancestors)
+
+
+SomeDataflow = TypeVar("SomeDataflow", bound=Dataflow)
+
+
+def record_step(
+    make: Callable[[], SomeDataflow], root: nn.Module, step: Callable[..., Any], device: torch.device
+) -> tuple[SomeDataflow, str]:
+    """Run a step on fakes, and record its data flow.
+
+    If the step's own code fails, perhaps because it needs what hooks of the run set, or optimizers, it runs again as in
+    a run: these hooks may have effects outside of the module, and are not called unless they are needed.
+
+    Args:
+        make: Function that makes the record of one run.
+        root: The model, on any device; it is unchanged afterwards.
+        step: Function that runs the step. It is given a function that makes a fake of a tensor, and the arguments
+            ``on_log``, a function to call with everything that the step logs, and perhaps ``is_in_run=True``.
+        device: Device that the fakes pretend to be on.
+
+    Returns:
+        The record; and why the step could not run to its end, or an empty text.
+    """
+    flow = make()
+    why_not = run_on_fakes(root, partial(step, on_log=flow.on_log), device, flow)
+    if isinstance(why_not, FailureReason) and why_not.is_of_own_code:
+        other = make()
+        if not run_on_fakes(root, partial(step, on_log=other.on_log, is_in_run=True), device, other):
+            return other, ""
+    return flow, why_not
 
 
 class _Functions(TorchFunctionMode):

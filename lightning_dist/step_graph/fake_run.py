@@ -10,6 +10,7 @@ import dis
 import functools
 import logging
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -47,7 +48,7 @@ class FailureReason(str):
         """Return the text that describes ``error``."""
         text = str(error).strip().split("\n")[0]
         if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
-            text += ", which must be set before on_fit_start and on_train_start run, for example in setup()"
+            text += ", which nothing has set yet when the step is tried: set it in __init__ or in setup()"
         why_not = cls(f"{type(error).__name__}: {text}")
         why_not.error = error
         return why_not
@@ -66,12 +67,24 @@ class FailureReason(str):
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         return True
 
+    @property
+    def is_of_own_code(self) -> bool:
+        """Return whether a line of the user's code has raised the exception, and not torch or this package."""
+        last = _last_frame(self.error)
+        package = "" if last is None else last.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        return bool(package) and package not in ("torch", "lightning_dist")
 
-def _is_raised_by_code(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a ``raise`` statement, or a plain mistake, in code that knows no fakes."""
+
+def _last_frame(error: BaseException) -> types.TracebackType | None:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
+    return last
+
+
+def _is_raised_by_code(error: BaseException) -> bool:
+    """Return whether ``error`` comes from a ``raise`` statement, or a plain mistake, in code that knows no fakes."""
+    last = _last_frame(error)
     if last is None:
         return False
     code, file = last.tb_frame.f_code, last.tb_frame.f_globals.get("__name__", "")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.consensus import check_agreement
-from lightning_dist.step_graph import Dataflow, run_on_fakes
+from lightning_dist.step_graph import Dataflow, record_step
 from lightning_dist.tensor_parallel.find_sequence import SequenceFinder
 from lightning_dist.tensor_parallel.hooked import (
     SPLITS_FEATURES,
@@ -102,9 +102,10 @@ def find_plan(
     blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
     trace = StepTrace(None, config.why_no_step)
     if config.step is not None:
-        dataflow = Dataflow(frozenset(blocks), root, works_on_parts)
         device = torch.device(mesh.device_type)
-        trace = StepTrace(dataflow, run_on_fakes(root, config.step, device, dataflow))
+        trace = StepTrace(
+            *record_step(lambda: Dataflow(frozenset(blocks), root, works_on_parts), root, config.step, device)
+        )
     plan = make_plan(
         root,
         blocks,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from lightning_dist._compat import ForeignHooks, has_foreign_hooks
 from lightning_dist.block_trial import BlockTrial, kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.experts import find_experts, without_dispatch
-from lightning_dist.step_graph import Dataflow, run_on_fakes, tensors_in
+from lightning_dist.step_graph import Dataflow, record_step, tensors_in
 from lightning_dist.step_graph.dataflow import sources
 from lightning_dist.tiling.plan import TilingConfig, TilingError, TilingPlan
 from lightning_dist.tiling.tiles import TOKENS, inside_of, tiled
@@ -50,9 +49,8 @@ def find_tiling_plan(root: nn.Module, units: Sequence[Unit], config: TilingConfi
         asked = _asked(config.mlp, "tiled_mlp") or _asked(config.loss, "tiled_loss")
         raise TilingError(f"{asked} needs a step to find what it applies to: {config.why_no_step}.")
     blocks = {name for unit in units if unit.kind == "block" for name in unit.names}
-    flow = _Flow(frozenset(blocks), root, lambda *_: True)
     with without_dispatch(root):
-        why_not = run_on_fakes(root, partial(config.step, on_log=flow.on_log), device, flow)
+        flow, why_not = record_step(lambda: _Flow(frozenset(blocks), root, lambda *_: True), root, config.step, device)
     finder = _Finder(root, flow, device, why_not)
     plan = TilingPlan(
         () if config.mlp is None else finder.mlps(config.mlp), () if config.loss is None else finder.heads(config.loss)
@@ -113,7 +111,7 @@ class _Finder:
             if self._why_not and not tried:
                 raise TilingError(
                     f"tiled_mlp={size} needs a step on fake tensors, to find the modules that compute several layers"
-                    f" token by token, and it could not be run: {self._why_not}. Change the step, or leave tiled_mlp out."
+                    f" token by token, and it could not be run: {self._why_not}. Change the step, or leave it out."
                 )
             raise TilingError(
                 f"tiled_mlp={size}: {type(self._root).__name__} has no module in its blocks that computes several"

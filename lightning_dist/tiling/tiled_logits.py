@@ -74,6 +74,7 @@ class TiledLogits(SplitTensor):
         dtype: The dtype of the logits.
         form: ``"plain"``: ``(..., tokens, classes)``; ``"flat"``: ``(rows, classes)``; ``"transposed"``: ``(...,
             classes, tokens)``.
+        requires_grad: Whether a backward may need the logits.
     """
 
     head: Head
@@ -82,14 +83,14 @@ class TiledLogits(SplitTensor):
     remedy = "leave tiled_loss out"
 
     @staticmethod
-    def __new__(cls, head: Head, dtype: torch.dtype, form: str = "plain") -> TiledLogits:
+    def __new__(cls, head: Head, dtype: torch.dtype, form: str = "plain", requires_grad: bool = True) -> TiledLogits:
         """Make a tensor without memory."""
         shape: tuple[int, ...] = head.shape
         if form == "flat":
             shape = (math.prod(shape[:-1]), shape[-1])
         elif form == "transposed":
             shape = (*shape[:-2], shape[-1], shape[-2])
-        requires_grad = torch.is_grad_enabled()
+        requires_grad = requires_grad and torch.is_grad_enabled()
         logits = without_memory(cls, shape, dtype=dtype, device=head.hidden.device, requires_grad=requires_grad)
         logits.head, logits.form = head, form
         return logits
@@ -135,12 +136,12 @@ class TiledLogits(SplitTensor):
         """Return logits to which ``function`` is applied, element by element."""
         with torch.no_grad():
             dtype = function(torch.zeros(self.head.num_classes, dtype=self.dtype, device=self.device)).dtype
-        return TiledLogits(self.head.then(function), dtype, self.form)
+        return TiledLogits(self.head.then(function), dtype, self.form, self.requires_grad)
 
     def detached(self) -> TiledLogits:
         """Return the logits without their history."""
         return TiledLogits(
-            replace(self.head, hidden=self.head.hidden.detach()).then(torch.detach), self.dtype, self.form
+            replace(self.head, hidden=self.head.hidden.detach()).then(torch.detach), self.dtype, self.form, False
         )
 
 
@@ -150,8 +151,9 @@ def _reshaped(func: Any, value: TiledLogits, args: Any, kwargs: Any) -> TiledLog
         return None
     shape = tuple(func(torch.empty(value.shape, device="meta"), *args, **kwargs).shape)
     if shape == value.head.shape:
-        return TiledLogits(value.head, value.dtype)
-    return TiledLogits(value.head, value.dtype, "flat") if shape == (math.prod(shape[:-1]), shape[-1]) else None
+        return TiledLogits(value.head, value.dtype, requires_grad=value.requires_grad)
+    flat = TiledLogits(value.head, value.dtype, "flat", value.requires_grad)
+    return flat if shape == (math.prod(shape[:-1]), shape[-1]) else None
 
 
 def _transposed(func: Any, value: TiledLogits, args: Any, kwargs: Any) -> TiledLogits | None:
@@ -163,7 +165,8 @@ def _transposed(func: Any, value: TiledLogits, args: Any, kwargs: Any) -> TiledL
         return value
     if found != [*sizes[:-2], sizes[-1], sizes[-2]]:
         return None
-    return TiledLogits(value.head, value.dtype, "plain" if value.form == "transposed" else "transposed")
+    form = "plain" if value.form == "transposed" else "transposed"
+    return TiledLogits(value.head, value.dtype, form, value.requires_grad)
 
 
 def _cast(func: Any, value: TiledLogits, args: Any, kwargs: Any) -> TiledLogits | None:
@@ -206,7 +209,7 @@ def _selected(func: Any, value: TiledLogits, args: Any, kwargs: Any) -> TiledLog
     others = [size for dim, size in enumerate(value.shape) if dim != value.ndim + TOKENS]
     if step != 1 or stop <= start or found != [(0, size, 1) for size in others]:
         return None
-    return TiledLogits(value.head.narrow(start, stop - start), value.dtype)
+    return TiledLogits(value.head.narrow(start, stop - start), value.dtype, requires_grad=value.requires_grad)
 
 
 def _argmax(func: Any, value: TiledLogits, args: Any, kwargs: Any) -> Tensor | None:

@@ -155,7 +155,10 @@ def _defer(
             result: Tensor = forward(*args, **kwargs)
             return result
         # Hooks of the sharding, which wait for the gradient of the output, get a tensor that has one.
-        pending.append(given[0].view_as(given[0]))
+        hidden = given[0].view_as(given[0])
+        if torch.is_grad_enabled() and not hidden.requires_grad:  # The layers before the head may be frozen.
+            hidden = hidden.detach().requires_grad_()
+        pending.append(hidden)
         return pending[0]
 
     def wrap(module: nn.Module, args: Any, output: Any) -> TiledLogits | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import logging
 import os
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -489,10 +489,19 @@ class History(Logger):
 
 
 def is_raised_by_project(error: BaseException) -> bool:
-    """Return whether a line of this project, and not of a test or another package, has raised ``error``."""
-    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    root = Path(__file__).parents[2]
-    return any(last.is_relative_to(root / package) for package in ("lightning_dist", "plugins"))
+    """Return whether a ``raise`` statement of this project, and not of a test or another package, has raised ``error``.
+
+    An error of torch or Python in a line of this project is a defect, and no refusal.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code, root = last.tb_frame.f_code, Path(__file__).parents[2]
+    if code.co_code[last.tb_lasti] not in (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]):
+        return False
+    return any(Path(code.co_filename).is_relative_to(root / package) for package in ("lightning_dist", "plugins"))
 
 
 def quiet() -> None:

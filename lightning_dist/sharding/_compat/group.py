@@ -15,7 +15,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from lightning_dist._compat import is_in_backward, local_of, move_hooks, share_hooks
+from lightning_dist._compat import (
+    call_post_accumulate_hooks,
+    give_post_accumulate_hooks,
+    is_in_backward,
+    local_of,
+    move_hooks,
+    share_hooks,
+    take_post_accumulate_hooks,
+)
 from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient
 from lightning_dist.parameter_group import ParameterGroup
@@ -73,6 +81,7 @@ class ShardedGroup(ParameterGroup):
         self.finish_other_reductions: Callable[[], None] = lambda: None
         """Called before gradients are reduced that something reads at once."""
         self._later_divisor = 1.0
+        self._postponed: list[tuple[ShardedParam, dict[int, Any]]] = []
         self.write_back_data: Callable[[nn.Parameter], bool] = lambda param: False
         self.is_other_form: Callable[[nn.Module, str, torch.Tensor | None], bool] = lambda module, name, held: False
 
@@ -392,7 +401,26 @@ class ShardedGroup(ParameterGroup):
                 self._count_replicas(self.mesh.size(0), num_shards, dtype)
             if self.reduces_in_background:
                 self._choose_when_to_wait(num_shards, dtype)
+            if self._awaits_agreement and not self.steps_in_backward:
+                self._postpone_hooks()
         self._post_backward()
+
+    def _postpone_hooks(self) -> None:
+        """Take the post-accumulate hooks off the parameters that may have no gradient on any rank.
+
+        The reduction of the group gives them zeros, and FSDP2 would call the hooks.
+        """
+        for param in self._reducing:
+            if not param.is_used and (hooks := take_post_accumulate_hooks(param.shard, None)):
+                self._postponed.append((param, hooks))
+
+    def _give_back_hooks(self, used: Collection[nn.Parameter] = ()) -> None:
+        """Undo :meth:`_postpone_hooks`, and call the hooks of those parameters that are in ``used``."""
+        postponed, self._postponed = self._postponed, []
+        for param, hooks in postponed:
+            give_post_accumulate_hooks(param.shard, hooks)
+            if any(param.shard is other for other in used):
+                call_post_accumulate_hooks(param.shard)
 
     def _choose_when_to_wait(self, num_shards: int, dtype: torch.dtype | None) -> None:
         """Find out whether the reduced gradients are read only after the backward."""
@@ -500,6 +528,7 @@ class ShardedGroup(ParameterGroup):
                 if self.reducer is not None and param.name in self._means:
                     self.reducer.discard([self._means[param.name]])
         self._means = {}
+        self._give_back_hooks([param.shard for param, is_used in zip(self._params, used, strict=True) if is_used])
         return is_late
 
     def abandon_agreement(self) -> None:
@@ -508,6 +537,7 @@ class ShardedGroup(ParameterGroup):
             for param in self._reducing:
                 param.shard.grad = None
         self._awaits_agreement = self._group.reduce_scatter_unused_params = False
+        self._give_back_hooks()
 
     @property
     def is_gathered(self) -> bool:

@@ -37,10 +37,11 @@ _MOST_OWNERS = 20
 FakeStep = Callable[..., Any]
 """Function that runs a step on fakes.
 
-Its first argument makes a fake of a tensor; its second, optional one is called with everything that the step logs."""
+Its first argument makes a fake of a tensor. The optional argument ``on_log`` is called with everything that the step
+logs; with ``is_in_run=True``, the hooks that precede the step run first, and the module has optimizers."""
 
 
-def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = False) -> tuple[FakeStep | None, str]:
+def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | None, str]:
     """Return the step that ``trainer`` is about to run, with a batch from its loader.
 
     This is a collective over all processes.
@@ -48,7 +49,6 @@ def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = Fa
     Args:
         module: The user's module.
         trainer: The Trainer that is about to run the module.
-        is_in_run: Whether the module's hooks that precede the step run first, as in :func:`fake_step`.
 
     Returns:
         The step and an empty string, or None and the reason why no batch could be made.
@@ -56,7 +56,7 @@ def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = Fa
     args, why_not = example_args(trainer)
     if why_not:
         return None, why_not
-    return fake_step(module, trainer, _compat.step_name(trainer), args, {}, is_in_run=is_in_run), ""
+    return fake_step(module, trainer, _compat.step_name(trainer), args, {}), ""
 
 
 def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
@@ -120,7 +120,9 @@ def fake_step(
         uses_loggers: Whether the step may write to loggers itself, which it does not do on fakes.
     """
 
-    def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
+    def step(
+        fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None, is_in_run: bool = is_in_run
+    ) -> Any:
         given_args, given_kwargs = apply_to_collection((args, kwargs), Tensor, fake)
         with ExitStack() as inside:
             inside.enter_context(unchanged_random_numbers())
