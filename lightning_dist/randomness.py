@@ -152,6 +152,10 @@ class RngGenerators:
                 np.random.set_state(numpy_state)
 
 
+def _draw_seed() -> int:
+    return int(torch.randint(2**62, ()))
+
+
 class RankRng:
     """Let ranks with equal generator states draw different random numbers temporarily, and then equal ones again.
 
@@ -168,19 +172,30 @@ class RankRng:
             module = torch.get_device_module(device)
             self._generator = module.default_generators[module.current_device()]
         self._outside: torch.Tensor | None = None
+        self._seeded: torch.Tensor | None = None
 
     def enter(self) -> None:
         """Seed the generator from the CPU's generator and the rank, so that ranks differ until :meth:`leave`."""
         if self._outside is None:
-            seed = int(torch.randint(2**62, ()))  # It is the same on all ranks, and after a resume.
+            before = torch.default_generator.get_state()
+            seed = _draw_seed()  # It is the same on all ranks, and after a resume.
+            torch.default_generator.set_state(before)
             self._outside = self._generator.get_state()
             self._generator.manual_seed(seed + self._rank)
+            self._seeded = self._generator.get_state()
 
     def leave(self) -> None:
-        """Restore the state that the generator had at :meth:`enter`."""
-        if self._outside is not None:
+        """Restore the state that the generator had at :meth:`enter`.
+
+        If numbers have been drawn since, the CPU's generator goes on by one number, so that the next seed is another.
+        Otherwise, the generators are as in one process, which has drawn nothing either.
+        """
+        if self._outside is not None and self._seeded is not None:
+            has_drawn = not torch.equal(self._generator.get_state(), self._seeded)
             self._generator.set_state(self._outside)
             self._outside = None
+            if has_drawn:
+                _draw_seed()
 
     def forget(self) -> None:
         """Forget an :meth:`enter` whose :meth:`leave` was skipped by an error or a rerun, and restore nothing."""

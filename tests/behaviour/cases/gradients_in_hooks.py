@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from tests.behaviour.case import Run, case
+from tests.behaviour.case import OWN_GRADIENTS, Run, case
 from tests.behaviour.models import Classifier
 
 _SHARDED = ("full", "hybrid")
@@ -67,7 +67,9 @@ def _kept_before_zero_grad(run: Run) -> None:
     run.record("kept", model.kept)
 
 
-case("on_before_zero_grad reads the last gradients", "kept_before_zero_grad")(_kept_before_zero_grad)
+case("on_before_zero_grad reads the last gradients", "kept_before_zero_grad", differs={"local": OWN_GRADIENTS})(
+    _kept_before_zero_grad
+)
 case(
     "on_before_zero_grad reads the last gradients, with step_in_backward where layers are sharded",
     "kept_before_zero_grad_in_backward",

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
-from tests.behaviour.case import Run, case
+from tests.behaviour.case import OWN_GRADIENTS, Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, Classifier, samples
 
 _HOOKS = [
@@ -248,7 +248,7 @@ def normalises_weights(run: Run) -> None:
     run.fit(Normalises())
 
 
-@case("configure_gradient_clipping calls self.clip_gradients")
+@case("configure_gradient_clipping calls self.clip_gradients", differs={"local": OWN_GRADIENTS})
 def clipping_hook(run: Run) -> None:
     class Clips(Classifier):
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -267,7 +267,7 @@ def clipping_by_torch(run: Run) -> None:
     run.fit(Clips())
 
 
-@case("configure_gradient_clipping with a total norm by hand")
+@case("configure_gradient_clipping with a total norm by hand", differs={"local": OWN_GRADIENTS})
 def clipping_by_hand(run: Run) -> None:
     class Clips(Classifier):
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -523,7 +523,7 @@ def callback_logs_norms(run: Run) -> None:
     run.fit(Classifier(), callbacks=[Logs()])
 
 
-@case("a callback looks at all gradients and skips steps whose norm is too large")
+@case("a callback looks at all gradients and skips steps whose norm is too large", differs={"local": OWN_GRADIENTS})
 def skips_large_gradients(run: Run) -> None:
     class Skips(pl.Callback):
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.behaviour.case import Run, case
+from tests.behaviour.case import OWN_GRADIENTS, ROUNDED, Run, case
 from tests.behaviour.models import NUM_FEATURES, Block, Classifier
 
 PIPELINED = dict.fromkeys(("pp", "nd", "nd_tp"), "[Mm]anual optimization|automatic_optimization")
@@ -185,7 +185,7 @@ def gan(run: Run) -> None:
     run.fit(_Gan())
 
 
-@case("SAM without the norm: the sign of the gradient", refused=PIPELINED)
+@case("SAM without the norm: the sign of the gradient", refused=PIPELINED, differs={"local": OWN_GRADIENTS})
 def sam_of_signs(run: Run) -> None:
     class Sam(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -223,7 +223,7 @@ def closure_by_hand(run: Run) -> None:
     run.fit(Closure())
 
 
-@case("LBFGS by hand", refused={**PIPELINED}, tolerance=1e-6)
+@case("LBFGS by hand", refused={**PIPELINED}, tolerance=1e-6, differs={"compressed": ROUNDED})
 def lbfgs_by_hand(run: Run) -> None:
     class Lbfgs(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
-from tests.behaviour.case import Run, case
+from tests.behaviour.case import OWN_GRADIENTS, Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, Classifier
 
 STAGES = ("pp", "nd", "nd_tp")
@@ -333,7 +333,10 @@ class _OfAllGradients(Classifier):
         self.log("largest", max(param.abs().max() for param in self.parameters()))
 
 
-@case("hooks that look at all gradients and weights, and clip by a total norm of their own")
+@case(
+    "hooks that look at all gradients and weights, and clip by a total norm of their own",
+    differs={"local": OWN_GRADIENTS},
+)
 def hooks_of_all_gradients(run: Run) -> None:
     model = _OfAllGradients()
     run.fit(model)
