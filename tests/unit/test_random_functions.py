@@ -60,9 +60,7 @@ def test_fixed_draws_do_not_depend_on_the_generator(name: str) -> None:
             found = []
             for _ in range(2):
                 x = torch.ones(6, 4) if of_module else torch.ones(6)
-                more = {"sparse_": (0.5,), "geometric_": (0.5,), "randint_like": (9,), "binomial": (x / 2,)}.get(
-                    name, ()
-                )
+                more = {"sparse_": (0.5,), "geometric_": (0.5,), "randint_like": (9,), "binomial": (x / 2,)}
                 drops = () if of_module or name not in DROPOUTS else (0.5, True)
                 args = {"randint": (9, (6,))}.get(name, _NOT_ON_A_VECTOR.get(name, (x, *more.get(name, ()), *drops)))
                 found.append(function(*args))
