@@ -64,6 +64,7 @@ IN_ALL_COLUMNS = frozenset(
         "random_numbers_in_hooks",
         "restoring",
         "split_code",
+        "states_in_hooks",
         "resume",
         "resumed_states",
         "uneven_ranks",
