@@ -17,18 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist.split_tensor import functions_of
+from lightning_dist.random_functions import CONSTANT_FOR, DROPOUTS
 
 __all__ = ["fixed_draws"]
 
-_DROPOUTS = functions_of("dropout dropout_ feature_dropout feature_dropout_ alpha_dropout alpha_dropout_") | {
-    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
-    functional.feature_alpha_dropout,
-}  # fmt: skip
 _ATTENTION = {functional.scaled_dot_product_attention, functional.multi_head_attention_forward}
-_FRACTIONS = functions_of("rand rand_like randn randn_like normal normal_ uniform_ log_normal_ cauchy_ poisson")
-_ONES = functions_of("bernoulli bernoulli_ exponential_ geometric_")
-_ZEROS = functions_of("randint randint_like random_ multinomial")
 
 
 @contextmanager
@@ -53,8 +46,8 @@ def fixed_draws() -> Iterator[None]:
 
 class _Constants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func in _ATTENTION:
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
@@ -62,10 +55,9 @@ class _Constants(TorchFunctionMode):
         if func is torch.randperm:
             return func(*args, **kwargs).sort().values
         out = func(*args, **kwargs)
-        for functions, value in ((_FRACTIONS, 0.5), (_ONES, 1.0), (_ZEROS, 0.0)):
-            if func in functions and isinstance(out, Tensor):
-                with torch.no_grad():
-                    out.fill_(value)
+        if name in CONSTANT_FOR and isinstance(out, Tensor):
+            with torch.no_grad():
+                out.fill_(CONSTANT_FOR[name])
         return out
 
 

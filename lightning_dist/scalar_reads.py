@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_dist import _compat
 from lightning_dist.consensus import timed_barrier
 
-__all__ = ["arrive_at_place", "read_whole_scalars"]
+__all__ = ["arrive_at_place", "place_in_users_code", "read_whole_scalars"]
 
 TIMEOUT_S = 30.0
 """Seconds that the first read at a place in the code waits for the other ranks."""
@@ -55,7 +55,7 @@ def arrive_at_place(what: str, tensor: DTensor) -> None:
     Raises:
         OtherRankError: If a rank did not arrive in time.
     """
-    place = _place()
+    place = place_in_users_code()
     assert dist.group.WORLD is not None
     known = _known_places.setdefault(dist.group.WORLD, set())
     if place not in known:
@@ -78,7 +78,7 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(is_equal)
 
 
-def _place() -> str:
+def place_in_users_code() -> str:
     """Return the file and line of the innermost code that is neither torch's nor this package's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist._compat import local_of, tree_map
+from lightning_dist._compat import local_of, tree_leaves, tree_map
 from lightning_dist.compression.compressor import refuse_if_unused
 from lightning_dist.compression.saved_states import (
     SavedStates,
@@ -145,15 +145,16 @@ class LocalUpdates(Technique):
         """
         params = self._params()
         tensors = {
-            (name, key): local_of(value)
+            (name, key, place): local_of(value)
             for name, entry in state["state"].items()
-            for key, value in entry.items()
+            for key, values in entry.items()
+            for place, value in enumerate(tree_leaves(values))  # Factors of matrices, for example, are kept in lists.
             if isinstance(value, Tensor) and not is_remote(value) and value.is_floating_point()
             # Counters of steps, which have no dimensions, are the same on all replicas.
             if value.ndim or not (name in params and params[name].ndim > 0)
         }
         # Replicas may have used different parameters so far, and in another order.
-        keys: list[list[tuple[str, str]]] = [[] for _ in range(self.wire.size)]
+        keys: list[list[tuple[str, str, int]]] = [[] for _ in range(self.wire.size)]
         dist.all_gather_object(keys, list(tensors), self.wire.group)
         for key in sorted(set(keys[0]).intersection(*keys)):
             # NCCL sends no tensors of the CPU, such as the number of steps of a scalar parameter.

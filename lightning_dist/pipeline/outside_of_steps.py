@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dist import _compat
 from lightning_dist.collectives import group_on_host
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.local_step import OwnStates, StateOfOtherStage
 from lightning_dist.pipeline.failures import Failure, raise_together
+from lightning_dist.pipeline.holders import are_parts_in_use, has_holders, holders_of, is_part, mark, mark_part
+from lightning_dist.pipeline.remote_value import (
+    RemoteParameter,
+    RemoteShards,
+    conversions_seen_by,
+    stand_in,
+)
 from lightning_dist.random_functions import (
     CHANGES_AT_RANDOM,
     FILLS_AT_RANDOM,
@@ -38,8 +44,9 @@ from lightning_dist.random_functions import (
     without_values,
 )
 from lightning_dist.randomness import digest_of_states
+from lightning_dist.scalar_reads import place_in_users_code
 
-__all__ = ["AllStages", "without_holder_records"]
+__all__ = ["AllStages"]
 
 _READS = frozenset(
     {
@@ -60,16 +67,14 @@ _LOCAL_GETTERS = frozenset(
 )
 """Getters of attributes that every rank knows without communication."""
 
-_holders_of = WeakTensorKeyDictionary()
-"""The ranks of the pipeline that have the values of a tensor, for tensors that not all ranks have."""
-
 _BARRIER_TIMEOUT_S = 30.0
 """Seconds to wait for the other ranks to reach the same code before a value is sent."""
 
 _NUM_CHECKED_CALLS = 16
 """Number of reads (or changes) of parameters in each hook for which it is checked that all ranks run the same code.
 
-Checking the first ones suffices, because code that runs on rank 0 alone fails at the first.
+Of later reads, the first one at each place in the code is checked. This suffices, because code that runs on rank 0
+alone fails at its first read.
 """
 
 
@@ -95,10 +100,12 @@ class AllStages(TorchFunctionMode):
         self._rank = dist.get_rank(group)
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
+        self._sharded = self._sharded_on_any_stage()
         self._is_on = self._is_marked = False
         self._what = "a hook"
         self._num_reads: Counter[str] = Counter()
         self._num_changes: Counter[str] = Counter()
+        self._known_places: set[tuple[str, str]] = set()
         self._have_gradients: dict[int, bool] | None = None
         self._has_drawn = False
         self._shown_states: list[OwnStates] = []
@@ -116,12 +123,14 @@ class AllStages(TorchFunctionMode):
         if not self._is_marked:
             for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
                 if name in self._holders:
-                    _mark(tensor, self._holders[name])
+                    mark(tensor, self._holders[name])
+                    if name in self._sharded and not self._is_here(tensor):
+                        tensor.__class__ = RemoteParameter
             self._is_marked = True
         self._what, self._have_gradients, self._is_on = what, None, True
         self._has_drawn = False
         try:
-            with self, _compat.averages_grouped_by_dtype(self._device):
+            with self, conversions_seen_by(self), _compat.averages_grouped_by_dtype(self._device):
                 yield
         finally:
             self._is_on = False
@@ -129,6 +138,28 @@ class AllStages(TorchFunctionMode):
                 for param in [param for param in states if not self._is_here(param)]:
                     del states[param]
             self._shown_states.clear()
+
+    def _sharded_on_any_stage(self) -> frozenset[str]:
+        """Return the names of the parameters that are DTensors where they have values. This is a collective."""
+        own = [name for name, param in self._root.named_parameters() if isinstance(param, DTensor)]
+        of_all: list[list[str]] = [[] for _ in self._ranks]
+        dist.all_gather_object(of_all, own, self._on_host)
+        return frozenset(name for of_rank in of_all for name in of_rank)
+
+    def converted(self, tensor: DTensor, convert: Callable[[], Tensor], is_part: bool) -> Tensor:
+        """Return what a method of DTensor makes of a tensor, which the ranks of other stages do not have.
+
+        Args:
+            tensor: The tensor that is converted.
+            convert: Function that returns the result.
+            is_part: Whether the result is this rank's part.
+        """
+        holders = holders_of(tensor) if self._is_on else None
+        if holders is None:
+            return convert()
+        with self.switched_off():
+            result = convert()
+        return mark_part(result) if is_part else mark(result, holders)
 
     def show_states(self, optimizer: Optimizer, states: OwnStates) -> None:
         """Add the states of other stages to ``states`` as tensors without values, so that hooks see those of all.
@@ -156,18 +187,18 @@ class AllStages(TorchFunctionMode):
             dist.all_gather_object(described, own, self._on_host)
             of_all = {name: state for of_rank in reversed(described) for name, state in of_rank.items()}
             for param in params:
-                holders = _holders(param)
+                holders = holders_of(param)
                 state = kept.get(id(param))
                 found = of_all.get(names.get(id(param), ""))
                 if not self._is_here(param):
                     state = None if found is None else StateOfOtherStage() if state is None else state
-                    _follow(state, found)
+                    _follow(state, found, self._what)
                 if state is None:
                     continue
                 states[param] = state
                 for value in state.values():
-                    if holders is not None and isinstance(value, Tensor) and not _has_holders(value):
-                        _mark(value, holders)
+                    if holders is not None and isinstance(value, Tensor) and not has_holders(value):
+                        mark(value, holders)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -190,20 +221,20 @@ class AllStages(TorchFunctionMode):
             OtherRankError: If another rank does not run the same code.
         """
         leaves, structure = _compat.tree_flatten(value)
-        places = [place for place, leaf in enumerate(leaves) if _has_holders(leaf)]
+        places = [place for place, leaf in enumerate(leaves) if has_holders(leaf)]
         if not places:
             return value
         self._wait_for_all()
         # Tensors of the same stage and dtype are sent in one message.
         batches: dict[tuple[int, torch.dtype], list[int]] = {}
         for place in places:
-            source = min(_holders(leaves[place]) or ())
+            source = min(holders_of(leaves[place]) or ())
             batches.setdefault((source, leaves[place].dtype), []).append(place)
         # A hook's self.log calls this while the mode is active, which would take these operations for the hook's.
         with self.switched_off(), torch.no_grad():
             for (source, dtype), members in sorted(batches.items(), key=str):
                 tensors = [leaves[place] for place in members]
-                is_here = self._rank in (_holders(tensors[0]) or ())
+                is_here = self._rank in (holders_of(tensors[0]) or ())
                 # All holders gather sharded tensors, not only the source, because gathering is a collective over the
                 # mesh of the tensor.
                 own = [_gathered(tensor.detach()).to(self._device) for tensor in tensors] if is_here else []
@@ -221,9 +252,9 @@ class AllStages(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._is_on or func in _LOCAL_GETTERS:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in _compat.tree_flatten((args, kwargs))[0] if _has_holders(leaf)]
+        tensors = [leaf for leaf in _compat.tree_flatten((args, kwargs))[0] if has_holders(leaf)]
         if not tensors:
-            return func(*args, **kwargs)
+            return self._of_parts(func, args, kwargs) if are_parts_in_use() else func(*args, **kwargs)
         if func == _DEVICE_GET:
             return self._device
         if func == _IS_META_GET:
@@ -252,12 +283,12 @@ class AllStages(TorchFunctionMode):
             args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
         if _is_in_place(name) and isinstance(args[0], Tensor):
             return self._in_place(func, args[0], args[1:], kwargs)
-        common = frozenset.intersection(*(_holders(tensor) or frozenset() for tensor in tensors))
+        common = frozenset.intersection(*(holders_of(tensor) or frozenset() for tensor in tensors))
         out = kwargs.get("out")
-        if isinstance(out, Tensor) and common and not _has_holders(out):  # Every rank writes its own tensor.
+        if isinstance(out, Tensor) and common and not has_holders(out):  # Every rank writes its own tensor.
             common = frozenset()
         if not common:
-            if isinstance(out, Tensor) and _has_holders(out):
+            if isinstance(out, Tensor) and has_holders(out):
                 inputs = {key: value for key, value in kwargs.items() if key != "out"}
                 return self._in_place(_copy, out, (self.__torch_function__(func, types, args, inputs),), {})
             args, kwargs = self.broadcast_missing((args, kwargs))
@@ -277,10 +308,47 @@ class AllStages(TorchFunctionMode):
             if name in IS_LIKE:
                 func(without_values(args[0], self._device), *args[1:], **kwargs)
             result = func(*_compat.tree_map(_outline, args), **_compat.tree_map(_outline, kwargs))
-        return _compat.tree_map(lambda leaf: _mark(leaf, common) if isinstance(leaf, Tensor) else leaf, result)
+        is_sharded = any(isinstance(tensor, RemoteShards | RemoteParameter) for tensor in tensors)
+
+        def marked(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if self._rank not in common and leaf.is_meta and not isinstance(leaf, RemoteShards):
+                leaf = stand_in(leaf, is_sharded, self._what)
+            return mark(leaf, common)
+
+        return _compat.tree_map(marked, result)
+
+    def _of_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function, and refuse it if it reads values of which other ranks have others, or none."""
+        leaves = _compat.tree_leaves((args, kwargs))
+        if not any(map(is_part, leaves)):
+            return func(*args, **kwargs)
+        if func.__name__ in _READS - {"__format__", "__repr__"}:
+            self._refuse_together()
+        result = func(*args, **kwargs)
+        for leaf in _compat.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                mark_part(leaf)
+        return result
+
+    def _refuse_together(self) -> NoReturn:
+        """Refuse to read values from a part, also on the ranks that wait for the whole at the same place in the code.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        error = RuntimeError(
+            f"{self._what} calls to_local() of a tensor of one stage, and needs its values. Ranks of other stages have"
+            " no part of it, so that the ranks would go on with different values, or wait for each other. Call"
+            " full_tensor(), which returns the whole tensor on every rank, or read the value from the tensor itself."
+        )
+        with suppress(Exception):  # Other ranks may not come here, if the code leaves out what is no DTensor.
+            self._wait_for_all(Failure.now(error, self._what))
+        raise error
 
     def _is_here(self, tensor: Tensor) -> bool:
-        holders = _holders(tensor)
+        holders = holders_of(tensor)
         return holders is None or self._rank in holders
 
     def _in_place(self, func: Any, target: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -295,18 +363,18 @@ class AllStages(TorchFunctionMode):
             others: The further positional arguments of the function.
             kwargs: The keyword arguments of the function.
         """
-        holders = _holders(target)
+        holders = holders_of(target)
         is_random = getattr(func, "__name__", "") in FILLS_AT_RANDOM | CHANGES_AT_RANDOM
         values = _compat.tree_flatten((others, kwargs))[0]
-        found = [leaf for leaf in values if _has_holders(leaf)]
-        if any(holders is None or is_random or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
+        found = [leaf for leaf in values if has_holders(leaf)]
+        if any(holders is None or is_random or not holders <= (holders_of(leaf) or frozenset()) for leaf in found):
             others, kwargs = self.broadcast_missing((others, kwargs))
         # Every rank draws random numbers, so that the generators of all ranks stay in the same state.
         if is_random:
             self._before_drawing(kwargs)
         if is_random and not self._is_here(target):
             func(without_values(target, self._device), *others, **kwargs)
-        own = [leaf for leaf in values if isinstance(leaf, Tensor) and leaf.ndim and not _has_holders(leaf)]
+        own = [leaf for leaf in values if isinstance(leaf, Tensor) and leaf.ndim and not has_holders(leaf)]
         with self._failing_together() if own else nullcontext():
             if self._is_here(target):
                 func(target, *others, **kwargs)
@@ -394,14 +462,14 @@ class AllStages(TorchFunctionMode):
 
     def _sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the absolute values of ``tensor`` in float64, on the ranks that hold the tensor."""
-        holders = _holders(tensor)
+        holders = holders_of(tensor)
         if not self._is_here(tensor):
             total = torch.empty((), dtype=torch.float64, device="meta")
         else:
             values = tensor.detach()
             values = values.abs() if values.is_complex() else values.double().abs()
             total = _gathered(values.sum(dtype=torch.float64))
-        return total if holders is None else _mark(total, holders)
+        return total if holders is None else mark(total, holders)
 
     def _gradient(self, tensor: Tensor) -> Tensor | None:
         """Return the gradient of a tensor; on ranks without the tensor, a meta tensor of its shape.
@@ -412,8 +480,9 @@ class AllStages(TorchFunctionMode):
         gradient: Tensor | None = _GRAD_GET(tensor)
         if has and not self._is_here(tensor):
             gradient = torch.empty_like(tensor, device="meta", requires_grad=False)
-        holders = _holders(tensor)
-        return gradient if gradient is None or holders is None else _mark(gradient, holders)
+            gradient = stand_in(gradient, isinstance(tensor, RemoteParameter), self._what)
+        holders = holders_of(tensor)
+        return gradient if gradient is None or holders is None else mark(gradient, holders)
 
     def _set_gradient(self, tensor: Tensor, gradient: Tensor | None) -> None:
         self._gradients()[id(tensor)] = gradient is not None
@@ -434,15 +503,23 @@ class AllStages(TorchFunctionMode):
             self._have_gradients = {id(param): bool(has) for param, has in zip(params, found.tolist(), strict=True)}
         return self._have_gradients
 
-    def _wait_for_all(self) -> None:
-        """Wait until all ranks have reached the same code; later calls in the same hook do not wait.
+    def _wait_for_all(self, failure: Failure | None = None) -> None:
+        """Wait until all ranks have reached the same code; most of the later calls in the same hook do not wait.
+
+        Args:
+            failure: An error of this rank there, which the other ranks raise too.
 
         Raises:
             OtherRankError: If another rank does not reach it in time.
         """
         self._num_reads[self._what] += 1
-        if self._num_reads[self._what] <= _NUM_CHECKED_CALLS:
-            timed_barrier(f"{self._what} reads parameters of another stage", _BARRIER_TIMEOUT_S, self._ranks)
+        place = (self._what, place_in_users_code())
+        if self._num_reads[self._what] > _NUM_CHECKED_CALLS and place in self._known_places:
+            return
+        self._known_places.add(place)
+        timed_barrier(f"{self._what} reads parameters of another stage", _BARRIER_TIMEOUT_S, self._ranks)
+        with self.switched_off():
+            raise_together(failure, self._on_host)
 
 
 class _Described(NamedTuple):
@@ -450,13 +527,14 @@ class _Described(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+    is_sharded: bool
 
 
 def _description(value: Any) -> Any:
-    return _Described(value.shape, value.dtype) if isinstance(value, Tensor) else value
+    return _Described(value.shape, value.dtype, isinstance(value, DTensor)) if isinstance(value, Tensor) else value
 
 
-def _follow(state: dict[str, Any] | None, described: Mapping[str, Any] | None) -> None:
+def _follow(state: dict[str, Any] | None, described: Mapping[str, Any] | None, hook: str) -> None:
     """Give the state of a parameter of another stage the entries that the owner has, as tensors without values."""
     if state is None or described is None:
         return
@@ -467,8 +545,9 @@ def _follow(state: dict[str, Any] | None, described: Mapping[str, Any] | None) -
             state[key] = value
             continue
         known = state.get(key)
-        if not isinstance(known, Tensor) or (known.shape, known.dtype) != value:
-            state[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if not isinstance(known, Tensor) or (known.shape, known.dtype) != value[:2]:
+            outline = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            state[key] = stand_in(outline, value.is_sharded, hook)
 
 
 class _Single:
@@ -480,54 +559,6 @@ class _Single:
 
     def __call__(self, args: Sequence[Any], **kwargs: Any) -> Any:
         return self._func(*args, **kwargs)
-
-
-def _holders(tensor: Tensor) -> frozenset[int] | None:
-    found: frozenset[int] | None = _holders_of.get(tensor)  # type: ignore[no-untyped-call]
-    return found
-
-
-def _has_holders(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a tensor with recorded holders, so that some ranks may not have its values."""
-    return isinstance(leaf, Tensor) and leaf in _holders_of
-
-
-def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
-    _holders_of[tensor] = holders
-    return tensor
-
-
-@contextmanager
-def without_holder_records(root: nn.Module) -> Iterator[None]:
-    """Forget in this context which ranks hold the tensors of ``root``, so that torch can convert the tensors.
-
-    The record holds weak references to the tensors, and torch cannot swap a tensor that has weak references.
-
-    Args:
-        root: Module whose parameters, gradients and buffers torch is about to convert.
-    """
-    marks: dict[str, frozenset[int]] = {}
-    for name, tensor in _tensors_of(root):
-        if (holders := _holders(tensor)) is not None:
-            marks[name] = holders
-            del _holders_of[tensor]
-    try:
-        yield
-    finally:
-        for name, tensor in _tensors_of(root):
-            if name in marks:
-                _mark(tensor, marks[name])
-
-
-def _tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters, their gradients, and the buffers of ``root``, with a name for each."""
-    for name, param in root.named_parameters():
-        yield name, param
-        with torch.DisableTorchFunction():  # An active mode would ask the other stages for the gradient.
-            gradient = param.grad
-        if gradient is not None:
-            yield f"{name}.grad", gradient
-    yield from root.named_buffers()
 
 
 _OBJECT_METHODS = (

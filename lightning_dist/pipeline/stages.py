@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
-from lightning_dist.pipeline.outside_of_steps import without_holder_records
+from lightning_dist.pipeline.holders import without_holder_records
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
 from lightning_dist.step_graph import (
     LoopByValueError,

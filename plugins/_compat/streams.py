@@ -15,7 +15,12 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.fetchers import (
+    _DataFetcher,
+    _DataFetcherWrapper,
+    _DataLoaderIterDataFetcher,
+    _PrefetchDataFetcher,
+)
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -68,11 +73,15 @@ def agree_on_training_batches(
         with _zero_length_allowed(trainer):
             type(loop).setup_data(loop)
         fetcher = loop._data_fetcher
-        if fetcher is before or type(fetcher) is not _PrefetchDataFetcher:
+        kinds: dict[type, Any] = {
+            _PrefetchDataFetcher: _AgreeingFetcher,
+            _DataLoaderIterDataFetcher: _AgreeingIteratorFetcher,
+        }
+        if fetcher is before or type(fetcher) not in kinds:
             return
         exchange = begin(loop._combined_loader.flattened)
         if exchange is not None:
-            loop._data_fetcher = _AgreeingFetcher(exchange, fetcher)
+            loop._data_fetcher = kinds[type(fetcher)](exchange, fetcher)
 
     vars(loop).update(_load_combined_loader_states=load_states, setup_data=setup_data)
 
@@ -209,6 +218,51 @@ class _AgreeingFetcher(_PrefetchDataFetcher):
     def _states_of_next(self) -> list[Any]:
         states = self._queue[0][1] if self._queue else None
         return type(self.combined_loader)._state_dicts(self.combined_loader) if states is None else states
+
+
+class _AgreeingIteratorFetcher(_DataLoaderIterDataFetcher):
+    """Give ``training_step`` an iterator, which ends on all ranks at the first batch that a rank does not have.
+
+    Ranks exchange whether they have a batch when the step asks for it, which it must do equally often on all ranks.
+
+    Args:
+        begin: Function that begins an exchange (see :func:`agree_on_training_batches`).
+        other: Lightning's fetcher, whose iterator is taken over.
+    """
+
+    def __init__(self, begin: Callable[[int, bool], Callable[[], bool]], other: _DataLoaderIterDataFetcher) -> None:
+        super().__init__()
+        self._begin = begin
+        self.setup(other.combined_loader)
+        self.iterator, self.length, self.done = other.iterator, other.length, other.done
+        self.iterator_wrapper: Any = _AgreeingIterator(self, begin)
+
+    @override
+    def __iter__(self) -> _AgreeingIteratorFetcher:
+        super().__iter__()
+        self.iterator_wrapper = _AgreeingIterator(self, self._begin)
+        return self
+
+
+class _AgreeingIterator(_DataFetcherWrapper):
+    def __init__(self, fetcher: _DataLoaderIterDataFetcher, begin: Callable[[int, bool], Callable[[], bool]]) -> None:
+        super().__init__(fetcher)
+        self._begin = begin
+        self._num_returned = 0
+
+    @override
+    def __next__(self) -> Any:
+        if self.data_fetcher.done:
+            raise StopIteration
+        try:
+            batch = [super().__next__()]
+        except StopIteration:
+            batch = []
+        if not self._begin(self._num_returned, bool(batch))():
+            self.data_fetcher.done = True
+            raise StopIteration
+        self._num_returned += 1
+        return batch[0]
 
 
 def described_results(trainer: Trainer) -> list[tuple[Any, ...]]:

@@ -278,7 +278,9 @@ class MeshStrategy(SteppingStrategy):
         self._steps = make_steps(module, self._parallel, self.precision_plugin, self._tracing)
         _compat.set_timeout(self._timeout)  # Techniques and steps have created groups with torch's default timeout.
         self._steps.wait_before_changes(self._checkpoints.before_update)  # Weights may be copied into a checkpoint.
-        self._hooks = WrappedHooks(module, OUTSIDE_OF_STEPS, self._steps.around_hook)
+        batches = self._training_batches if is_fitting else None
+        results = {} if batches is None else {"on_train_batch_start": batches.agreed_response}
+        self._hooks = WrappedHooks(module, OUTSIDE_OF_STEPS, self._steps.around_hook, results)
         self._hooks.install(trainer)
         _compat.run_examples_by(run_example)
         if is_new:

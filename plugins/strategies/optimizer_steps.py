@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
+from lightning_dist.compression import SyncMethod
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import ELEMENTWISE, LocalStep
 from lightning_dist.sparse_gradients import SparseStep
@@ -47,10 +48,11 @@ class OptimizerSteps:
         where: Where they step.
         layout: The sizes of the mesh's axes.
         hindrances: For each setting with which an optimizer cannot step on whole parameters, whether it is in use.
+        sync: Method by which replicas that train on their own are synchronized; None: they average gradients.
 
     Raises:
-        MisconfigurationException: If an optimizer has to step on whole parameters, and a setting or the layout
-            prevents it.
+        MisconfigurationException: If an optimizer has to step on whole parameters, or evaluates the loss in its step,
+            and a setting or the layout prevents it.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class OptimizerSteps:
         where: OptimizerStep,
         layout: ParallelLayout,
         hindrances: dict[str, bool],
+        sync: SyncMethod | None,
     ) -> None:
         self._module = module
         self._where = where
         self._layout = layout
+        self._sync = sync
         self._hindrances = [setting for setting, is_used in hindrances.items() if is_used]
         self._steps: list[LocalStep | SparseStep | WholeStep] = []
         self._rows: list[str] = []
@@ -105,6 +109,12 @@ class OptimizerSteps:
             raise MisconfigurationException(
                 f"{name} with pp_size={layout.pp}: {finding.reason}, and no rank of a pipeline has all parameters. Use"
                 " an optimizer that updates each parameter by itself, such as AdamW, or a strategy without stages."
+            )
+        if finding.uses_loss and self._sync is not None:
+            raise MisconfigurationException(
+                f"{name} with sync={type(self._sync).__name__}(...): {finding.reason}, and replicas that train on their"
+                " own do not evaluate it together. Leave sync out, or use an optimizer whose step does not depend on"
+                " the loss, such as AdamW."
             )
         is_whole = finding.scope is not Scope.ELEMENT if is_sharded else finding.uses_loss and layout.world_size > 1
         if not is_whole:

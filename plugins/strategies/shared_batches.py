@@ -59,6 +59,7 @@ class SharedBatchStrategy(ProcessStrategy):
                 " more batches) or 'raise' (an error on all ranks)."
             )
         self._uneven_batches = uneven_batches
+        self._training_batches: TrainingBatches | None = None
         self._keep_data_order = keep_data_order
         if global_batch_size is not None and global_batch_size < 1:
             raise ValueError(f"global_batch_size={global_batch_size} must be at least 1, or None.")
@@ -208,7 +209,7 @@ class SharedBatchStrategy(ProcessStrategy):
         if self.world_size == 1:
             return
         if is_fitting:
-            TrainingBatches(self._trainer, self._uneven_batches)
+            self._training_batches = TrainingBatches(self._trainer, self._uneven_batches)
         _compat.agree_on_evaluation_batches(self._trainer, others_have_batches)
 
     def _finish_comparing(self) -> None:

@@ -77,8 +77,14 @@ class SteppingStrategy(ParallelizingStrategy):
             f"offload={offload and offload.what!r}": leaves_device(offload, self.root_device),
             f"MeshPrecision(master_weights={kind!r})": kind is not None,
         }
+        where, sync = self._where_optimizers_step, self._config.sync
         self._optimizer_steps = OptimizerSteps(
-            self.optimizers, self.lightning_module, self._where_optimizers_step, self.layout, hindrances
+            self.optimizers,
+            self.lightning_module,
+            where,
+            self.layout,
+            hindrances,
+            None if sync is None else sync.method,
         )
         self._undo_optimizers = self.parallel.prepare_optimizers(self.optimizers)
 

@@ -111,9 +111,46 @@ class TrainingBatches:
         dist.all_gather_object(is_sure, all(map(_compat.is_surely_sized, loaders)))
         if all(is_sure):
             return None
+        self._create_group()
+        return self._begin
+
+    def _create_group(self) -> dist.ProcessGroup:
+        """Return the process group in which ranks agree. The first call is a collective over all processes."""
         if self._group is None:
             self._group = new_group_of(range(dist.get_world_size()), "gloo", "ends of training data")
-        return self._begin
+        return self._group
+
+    def agreed_response(self, response: Any) -> Any:
+        """Return what Lightning is given as the result of ``on_train_batch_start``: -1 if any rank returns it.
+
+        Lightning ends the epoch then. This is a collective over all processes.
+
+        Args:
+            response: What the hook has returned on this rank.
+
+        Raises:
+            UnevenBatchesError: If some ranks only return -1, and the policy is to raise.
+        """
+        own, ends = dist.get_rank(), isinstance(response, int) and response == -1
+        flags = [rank == own and ends for rank in range(dist.get_world_size())]
+        found = begin_any_of_flags(flags, self._create_group())()
+        if not any(found):
+            return response
+        if not all(found):
+            text = f"on_train_batch_start returned -1, which ends the epoch, on {ranks_text(_set(found))} only"
+            if self._policy == "raise":
+                raise UnevenBatchesError(
+                    f"uneven_batches='raise', and {text}. Return it on all ranks, for example if"
+                    " self.trainer.strategy.reduce_boolean_decision(stops, all=False), or use uneven_batches='stop',"
+                    " which ends the epoch on all ranks there."
+                )
+            self._warn(f"{text}. All ranks end the epoch there (uneven_batches='stop').")
+        return -1
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(text)
 
     def _begin(self, index: int, has_batch: bool) -> Callable[[], bool]:
         assert self._group is not None
@@ -124,7 +161,7 @@ class TrainingBatches:
         def finish() -> bool:
             found = finish_exchange()
             if any(found) and not all(found):
-                self._end(index, [rank for rank, lacks_it in enumerate(found) if lacks_it])
+                self._end(index, _set(found))
             return not any(found)
 
         return finish
@@ -146,13 +183,15 @@ class TrainingBatches:
                 " batches of the epoch, while other ranks have more. Give all ranks equally many, or use"
                 " uneven_batches='stop', which ends the epoch on all ranks there."
             )
-        if not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"The training data of {ranks_text(without)} end after {num_batches} batches of the epoch, while other"
-                " ranks have more. All ranks end the epoch there (uneven_batches='stop'); further epochs may end at"
-                " other numbers."
-            )
+        self._warn(
+            f"The training data of {ranks_text(without)} end after {num_batches} batches of the epoch, while other"
+            " ranks have more. All ranks end the epoch there (uneven_batches='stop'); further epochs may end at"
+            " other numbers."
+        )
+
+
+def _set(flags: list[bool]) -> list[int]:
+    return [index for index, flag in enumerate(flags) if flag]
 
 
 def _number(value: float) -> str:

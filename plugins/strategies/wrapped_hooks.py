@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
@@ -69,14 +69,21 @@ class WrappedHooks:
         module: The user's module, whose hooks are replaced on the instance.
         names: Names of the hooks, of which those that an owner defines itself are replaced.
         around: Function that returns the context for a hook, given the hook's full name (``Model.on_fit_start``).
+        results: For names of hooks, functions that are given what the module's hook returns, and that return what
+            Lightning is given.
     """
 
     def __init__(
-        self, module: LightningModule, names: Iterable[str], around: Callable[[str], AbstractContextManager[None]]
+        self,
+        module: LightningModule,
+        names: Iterable[str],
+        around: Callable[[str], AbstractContextManager[None]],
+        results: Mapping[str, Callable[[Any], Any]] | None = None,
     ) -> None:
         self._module = module
         self._names = list(names)
         self._around = around
+        self._results = results or {}
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def install(self, trainer: Trainer) -> None:
@@ -89,7 +96,8 @@ class WrappedHooks:
             for name in self._names:
                 if defines_hook(name, owner) or (owner is self._module and name in _CALL_MODULES):
                     of_instance = vars(owner).get(name)
-                    vars(owner)[name] = self._wrapped(getattr(owner, name), f"{type(owner).__name__}.{name}")
+                    result = self._results.get(name) if owner is self._module else None
+                    vars(owner)[name] = self._wrapped(getattr(owner, name), f"{type(owner).__name__}.{name}", result)
                     self._replaced.append((owner, name, of_instance))
 
     def remove(self) -> None:
@@ -101,11 +109,12 @@ class WrappedHooks:
                 vars(owner)[name] = of_instance
         self._replaced.clear()
 
-    def _wrapped(self, own: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def _wrapped(self, own: Callable[..., Any], what: str, result: Callable[[Any], Any] | None) -> Callable[..., Any]:
         @wraps(own)
         def hook(*args: Any, **kwargs: Any) -> Any:
             with self._around(what):
-                return own(*args, **kwargs)
+                returned = own(*args, **kwargs)
+            return returned if result is None else result(returned)
 
         return hook
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Iterator
 from statistics import median
 from threading import get_ident
 
@@ -64,10 +63,8 @@ def test_measuring_stops_when_there_are_enough_pairs_and_the_interval_is_narrow_
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 PACE = Pace(min_pairs=6, max_width=1e9, max_seconds=60, steps=2, warmup_turns=1)

@@ -21,14 +21,11 @@ def params(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make parameters that are sharded over two ranks, without the second rank."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if torch.distributed.is_initialized():  # Tests that train in this process leave a process group behind.
-        torch.distributed.destroy_process_group()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     shapes = [(300, 200), (200, 300), (7, 5, 3), (40,), (1, 4)]
     whole = [torch.randn(shape) for shape in shapes]
-    yield [nn.Parameter(distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None)) for one in whole]
-    torch.distributed.destroy_process_group()
+    return [nn.Parameter(distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None)) for one in whole]
 
 
 class Elementwise(torch.optim.AdamW):

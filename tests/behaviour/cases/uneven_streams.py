@@ -110,6 +110,69 @@ def no_training_batch(run: Run) -> None:
     run.fit(_Watched(run), DataLoader(data, GLOBAL_BATCH_SIZE), **_WHOLE)
 
 
+class _Iterates(_Watched):
+    """Take batches from the iterator of the data, without their numbers."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, *_ = next(dataloader_iter)
+        loss = self.loss(batch)
+        self.log("train/loss", loss, sync_dist=True, batch_size=len(batch[0]))
+        return loss
+
+
+_NO_ITERATORS = dict.fromkeys(("pp", "nd", "nd_tp"), "training_step takes dataloader_iter, from which each stage")
+
+
+@case("training streams of unequal lengths, from which training_step takes batches", refused=_NO_ITERATORS)
+def iterated_streams(run: Run) -> None:
+    run.fit(_Iterates(run), _stream(run, 3), val=True, **_WHOLE)
+
+
+@case("training loaders of unequal lengths, from which training_step takes batches", refused=_NO_ITERATORS)
+def iterated_loaders(run: Run) -> None:
+    parts, part = run.layout.num_data_parallel, run.data_parallel_rank
+    indices = list(range(part, 24 + 8 * (parts > 1 and part == 0), parts))
+    run.fit(_Iterates(run), DataLoader(Subset(samples(), indices), GLOBAL_BATCH_SIZE // parts), **_WHOLE)
+
+
+@case(
+    "unequal training streams, from which training_step takes batches, which are an error",
+    strategy={"*": {"uneven_batches": "raise"}},
+    refused=dict.fromkeys(_DIVIDED, "uneven_batches='raise', and the training data of ranks? .* end after 3 batches")
+    | _NO_ITERATORS,
+)
+def refused_iterated_streams(run: Run) -> None:
+    run.fit(_Iterates(run), _stream(run, 3), **_WHOLE)
+
+
+class _Skips(_Watched):
+    """End each epoch before its third batch, on the ranks with the first part of the batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 and self._run.data_parallel_rank == 0 else None
+
+
+@case("on_train_batch_start returns -1 on some ranks, with validation")
+def skipped_on_some_ranks(run: Run) -> None:
+    run.fit(_Skips(run), run.loader(), val=True, **_WHOLE)
+
+
+@case("on_train_batch_start returns -1 on some ranks, whose streams end at different batches")
+def skipped_streams(run: Run) -> None:
+    run.fit(_Skips(run), _stream(run, 3), **_WHOLE, accumulate_grad_batches=2)
+
+
+@case(
+    "on_train_batch_start returns -1 on some ranks, which is an error",
+    strategy={"*": {"uneven_batches": "raise"}},
+    refused=dict.fromkeys(
+        _DIVIDED, "uneven_batches='raise', and on_train_batch_start returned -1, .* on ranks? 0.* only"
+    ),
+)
+def refused_skips(run: Run) -> None:
+    run.fit(_Skips(run), run.loader(), **_WHOLE)
+
+
 class _First(Classifier):
     """Log a value for the first part of the data only."""
 
