@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.behaviour.case import HOLDS_PARTS, Run, case
+from tests.behaviour.case import HOLDS_PARTS, ROUNDED, Run, case
 from tests.behaviour.models import Classifier
 from tests.whole_optimizers import BySomeRows, Shampoo, Sharpness, ToNormOfAll
 
@@ -36,7 +36,7 @@ _OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 for _name, (_arguments, _more) in _OPTIMIZERS.items():
 
-    @case(f"torch.optim.{_name}", name=f"optimizer_{_name.lower()}", **_more)
+    @case(f"torch.optim.{_name}", name=f"optimizer_{_name.lower()}", **{"differs": {"compressed": ROUNDED}, **_more})
     def _(run: Run, name: str = _name, arguments: dict[str, Any] = _arguments) -> None:
         class With(Classifier):
             def configure_optimizers(self) -> Any:

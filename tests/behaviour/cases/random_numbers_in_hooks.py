@@ -92,6 +92,7 @@ def views_drawn_anew(run: Run) -> None:
             ("pp", "nd"), "Redraws.on_train_start draws random numbers, and torch's generators have different"
         ),
     },
+    differs={"local": "Replicas that train on their own may draw weights of their own."},
 )
 def drawn_by_other_generators(run: Run) -> None:
     class Redraws(Classifier):
