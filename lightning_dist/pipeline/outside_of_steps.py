@@ -178,6 +178,10 @@ class AllStages(TorchFunctionMode):
         finally:
             self._is_on = before
 
+    def forget_gradients(self) -> None:
+        """Ask the other ranks again for the gradients that they have, because a backward may have changed that."""
+        self._have_gradients = None
+
     def broadcast_missing(self, value: Any) -> Any:
         """Return ``value`` with each tensor that some ranks lack replaced by one that has its values on all ranks.
 

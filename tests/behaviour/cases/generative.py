@@ -108,7 +108,7 @@ def gumbel(run: Run) -> None:
     run.fit(Gumbel(), run.loader(_with_noise()), max_epochs=2)
 
 
-@case("WGAN: a critic with clamped weights, two critic steps for each of the generator", refused=PIPELINED)
+@case("WGAN: a critic with clamped weights, two critic steps for each of the generator")
 def wgan(run: Run) -> None:
     class Wgan(pl.LightningModule):
         def __init__(self) -> None:
