@@ -95,7 +95,7 @@ class AllStages(TorchFunctionMode):
         self._rank = dist.get_rank(group)
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
-        self._is_on = self._is_marked = False
+        self._is_on = self._is_entered = self._is_marked = False
         self._what = "a hook"
         self._num_reads: Counter[str] = Counter()
         self._num_changes: Counter[str] = Counter()
@@ -113,18 +113,25 @@ class AllStages(TorchFunctionMode):
         if self._is_on:
             yield
             return
+        if (
+            self._is_entered
+        ):  # A step of manual optimization has called a backward or an optimizer, which runs the hook.
+            self.forget_gradients()
+            with self._switched(on=True):
+                yield
+            return
         if not self._is_marked:
             for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
                 if name in self._holders:
                     _mark(tensor, self._holders[name])
             self._is_marked = True
-        self._what, self._have_gradients, self._is_on = what, None, True
+        self._what, self._have_gradients, self._is_on, self._is_entered = what, None, True, True
         self._has_drawn = False
         try:
             with self, _compat.averages_grouped_by_dtype(self._device):
                 yield
         finally:
-            self._is_on = False
+            self._is_on = self._is_entered = False
             for states in self._shown_states:  # Other code, such as the optimizer's, expects those of this rank only.
                 for param in [param for param in states if not self._is_here(param)]:
                     del states[param]
@@ -172,7 +179,12 @@ class AllStages(TorchFunctionMode):
     @contextmanager
     def switched_off(self) -> Iterator[None]:
         """Disable the mode in this context, for code of the strategy that a hook calls."""
-        before, self._is_on = self._is_on, False
+        with self._switched(on=False):
+            yield
+
+    @contextmanager
+    def _switched(self, on: bool) -> Iterator[None]:
+        before, self._is_on = self._is_on, on
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule
@@ -65,6 +66,11 @@ class StepsInTurn(PipelinedSteps):
 
         with self._metrics.in_step(), self._context(name):
             return cast(STEP_OUTPUT, self._parallel.step(step, backward_follows=False))
+
+    @override
+    def in_closure(self) -> AbstractContextManager[None]:
+        """Return a context in which the step's closure works on the parameters of all stages, as the step does."""
+        return self._pipeline.all_stages.hook_context("training_step")
 
     @override
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:

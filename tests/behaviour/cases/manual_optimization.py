@@ -11,7 +11,7 @@ from torch.nn import functional
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import NUM_FEATURES, Block, Classifier
 
-PIPELINED = dict.fromkeys(("pp", "nd", "nd_tp"), "[Mm]anual optimization|automatic_optimization")
+PIPELINED = ("pp", "nd", "nd_tp")
 N = NUM_FEATURES
 
 
@@ -223,7 +223,11 @@ def closure_by_hand(run: Run) -> None:
     run.fit(Closure())
 
 
-@case("LBFGS by hand", refused={**PIPELINED}, tolerance=1e-6)
+@case(
+    "LBFGS by hand",
+    refused=dict.fromkeys(PIPELINED, "LBFGS with pp_size=2: it evaluates the loss several times in a step"),
+    tolerance=1e-6,
+)
 def lbfgs_by_hand(run: Run) -> None:
     class Lbfgs(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -248,6 +252,7 @@ def lbfgs_by_hand(run: Run) -> None:
     refused={
         "*": "The gradient of the parameter 'head.weight' was set on its gathered copy",
         "data": "The parameter 'head.weight' differs between ranks of dp_replicate",
+        **dict.fromkeys(PIPELINED, "The step calls grad for the parameter 'head.weight'"),
     },
 )
 def meta_step(run: Run) -> None:
@@ -273,8 +278,6 @@ def manual_with_accumulation(run: Run) -> None:
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     run.record("error", error)
-    if run.column in PIPELINED:
-        raise RuntimeError(error)
 
 
 @case("a hook sees the gradient of each backward that reaches its parameter, and of no other")
