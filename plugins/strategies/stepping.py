@@ -176,9 +176,9 @@ class SteppingStrategy(ParallelizingStrategy):
         assert self.lightning_module is not None
         assert self._memory is not None
         memory = self._memory
-        if not self.lightning_module.automatic_optimization:  # The optimizer may ignore the closure, which is empty.
-            self.parallel.before_optimizer_step()
         with self.steps.outside_of_hooks():
+            if not self.lightning_module.automatic_optimization:  # The optimizer may ignore the closure.
+                self.parallel.before_optimizer_step()
             try:
                 with memory.explained(), _compat.total_norms(self.parallel.total_norm):
                     output = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
