@@ -32,6 +32,7 @@ from lightning_dist.collectives import group_on_host
 from lightning_dist.pipeline.failures import Failure, raise_together
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.replay import Replay, part_seed
+from lightning_dist.pipeline.shared import SharedParameters
 from lightning_dist.randomness import RngGenerators, digest_of_states
 from lightning_dist.step_graph import TraceError
 from lightning_dist.tensor_state import is_remote
@@ -66,6 +67,7 @@ class StagesInTurn:
         homes: For each part, by full name, the index along ``pp`` of the rank that runs it.
         replay: Object that is asked when a part is called.
         all_stages: Object by which code between parts works on the parameters of all stages.
+        shared: Object that sums the gradients of parameters that several stages use.
         group: Process group of the pipeline's ranks, for collectives.
         data_parallel_rank: Index of this rank's part of the global batch; parts draw different numbers on each of them.
         device: Device of this rank's tensors.
@@ -77,6 +79,7 @@ class StagesInTurn:
         homes: Mapping[str, int],
         replay: Replay,
         all_stages: AllStages,
+        shared: SharedParameters,
         group: dist.ProcessGroup,
         data_parallel_rank: int,
         device: torch.device,
@@ -85,13 +88,14 @@ class StagesInTurn:
         self._homes = homes
         self._replay = replay
         self._all_stages = all_stages
+        self._shared = shared
         self._group = group
         self._rank = dist.get_rank(group)
         self._on_host = group_on_host(group, "calls of parts")
         self._data_parallel_rank = data_parallel_rank
         self._device = device
         self._generators = RngGenerators(device)
-        self._is_inside = False
+        self._is_inside = self._runs_backward = False
         self._raised: BaseException | None = None
         self._num_bytes_sent = 0
 
@@ -107,18 +111,27 @@ class StagesInTurn:
         before = self._replay.run_in_turn
         self._replay.run_in_turn = self._call
         try:
-            with self._failing_together(what), self._all_stages.hook_context(what), _CodeBetweenParts(self._root):
+            with self._failing_together(what), self._all_stages.hook_context(what), _CodeBetweenParts(self, self._root):
                 yield
         finally:
             self._replay.run_in_turn = before
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Run a backward in this context, which all ranks of the pipeline enter."""
+        """Run a backward in this context, which all ranks of the pipeline enter; a nested context has no effect."""
+        if self._runs_backward:
+            yield
+            return
+        self._runs_backward = True
         try:
-            with self._failing_together("a backward"), self._all_stages.switched_off():
+            with (
+                self._failing_together("a backward"),
+                self._all_stages.switched_off(),
+                self._shared.summing_gradients(),
+            ):
                 yield
         finally:
+            self._runs_backward = False
             self._all_stages.forget_gradients()
 
     @contextmanager
@@ -314,18 +327,23 @@ class _Remote(torch.autograd.Function):
 
 
 class _CodeBetweenParts(TorchFunctionMode):
-    """Refuse what code between parts cannot do, because only the ranks of one stage have a parameter.
+    """Run the backwards that code between parts calls itself, and refuse those of which one stage has too little.
 
     Args:
+        turn: Object that runs the step.
         root: The user's module.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, turn: StagesInTurn, root: nn.Module) -> None:
         super().__init__()
+        self._turn = turn
         self._names = {id(param): name for name, param in root.named_parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in (Tensor.backward, torch.autograd.backward):
+            with self._turn.backward():
+                return func(*args, **kwargs)
         if func is torch.autograd.grad:
             inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
             given = [inputs] if isinstance(inputs, Tensor) else list(inputs)

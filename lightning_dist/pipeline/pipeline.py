@@ -127,7 +127,14 @@ class Pipeline(Technique):
         if self.config.in_turn:
             homes = {part: self.config.rank_of(stages[0]) for part, stages in self.stages.stages_of_part.items()}
             self.in_turn = StagesInTurn(
-                self._root, homes, self._replay, self.all_stages, self.group, self._data_parallel_rank, self._device
+                self._root,
+                homes,
+                self._replay,
+                self.all_stages,
+                self.shared,
+                self.group,
+                self._data_parallel_rank,
+                self._device,
             )
         self._original_module.record_changes()
 

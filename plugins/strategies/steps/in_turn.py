@@ -76,6 +76,6 @@ class StepsInTurn(PipelinedSteps):
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         """Run a backward that the step has asked for. This is a collective."""
         loss = self._precision.pre_backward(loss, self._module)
-        with self._in_turn.backward(), self._pipeline.shared.summing_gradients(), self._parallel.backward():
+        with self._in_turn.backward(), self._parallel.backward():
             self._precision.backward(loss, self._module, optimizer, *args, **kwargs)
         return self._precision.post_backward(loss, self._module)

@@ -14,7 +14,6 @@ from tests.behaviour.case import Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, samples
 
 N, C, Z = NUM_FEATURES, NUM_CLASSES, 8
-PIPELINED = dict.fromkeys(("pp", "nd", "nd_tp"), "[Mm]anual optimization|automatic_optimization")
 
 
 def _with_noise(width: int = Z) -> TensorDataset:
