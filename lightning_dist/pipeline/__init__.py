@@ -21,7 +21,7 @@ The modules, in the order in which they build on each other:
 
 from lightning_dist.pipeline.buffers import BuffersOfStep
 from lightning_dist.pipeline.failures import Attempt, Failure, PathAgreement, raise_first, raise_together
-from lightning_dist.pipeline.in_turn import StagesInTurn
+from lightning_dist.pipeline.in_turn import StagesInTurn, refuse_gradients_of_parts
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,
@@ -64,6 +64,7 @@ __all__ = [
     "own_units",
     "raise_first",
     "raise_together",
+    "refuse_gradients_of_parts",
     "refuse_stand_ins",
     "signature",
     "simulate",

@@ -16,7 +16,7 @@ order in which they were made. That order is the same on all ranks, and with it 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from lightning_dist.randomness import RngGenerators, digest_of_states
 from lightning_dist.step_graph import TraceError
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["StagesInTurn"]
+__all__ = ["StagesInTurn", "refuse_gradients_of_parts"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class StagesInTurn:
         self._all_stages = all_stages
         self._shared = shared
         self._group = group
-        self._rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
+        """The index of this rank along ``pp``."""
         self._on_host = group_on_host(group, "calls of parts")
         self._data_parallel_rank = data_parallel_rank
         self._device = device
@@ -108,10 +109,15 @@ class StagesInTurn:
         Args:
             what: Name of the step, for errors.
         """
+        self._all_stages.mark(self._root)
         before = self._replay.run_in_turn
         self._replay.run_in_turn = self._call
         try:
-            with self._failing_together(what), self._all_stages.hook_context(what), _CodeBetweenParts(self, self._root):
+            with (
+                self._failing_together(what),
+                self._all_stages.hook_context(what),
+                _CodeBetweenParts(self, self._root, self._all_stages),
+            ):
                 yield
         finally:
             self._replay.run_in_turn = before
@@ -132,6 +138,7 @@ class StagesInTurn:
                 yield
         finally:
             self._runs_backward = False
+            self._all_stages.mark(self._root)
             self._all_stages.forget_gradients()
 
     @contextmanager
@@ -166,7 +173,7 @@ class StagesInTurn:
         """Run a part on the rank that has it, and return its output on every rank. This is a collective."""
         if self._is_inside:
             return _compat.call(part, *args, **kwargs)
-        is_here = self._homes[name] == self._rank
+        is_here = self._homes[name] == self.rank
         if _compat.is_in_backward():  # Activation checkpointing in the user's code recomputes the part.
             if is_here:
                 return self._run(part, args, kwargs)[0]
@@ -194,6 +201,7 @@ class StagesInTurn:
             versions = _versions(given)
             args, kwargs = _compat.tree_unflatten(given, structure)
             output, draws = self._run(part, args, kwargs)
+            self._all_stages.mark(part, name)
             if _versions(given) != versions:
                 raise TraceError(
                     f"{name} changes an argument in place: with manual optimization under a pipeline the other stages"
@@ -205,7 +213,7 @@ class StagesInTurn:
         except Exception as error:
             failure = Failure.now(error, name)
         self._agree(failure)
-        dist.broadcast_object_list([content], group=self._on_host, group_src=self._rank)
+        dist.broadcast_object_list([content], group=self._on_host, group_src=self.rank)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._broadcast(leaf)
@@ -279,7 +287,7 @@ class StagesInTurn:
     def _broadcast(self, tensor: Tensor) -> None:
         tensor = tensor.detach().contiguous()
         self._num_bytes_sent += tensor.numel() * tensor.element_size()
-        dist.broadcast(tensor, group=self._group, group_src=self._rank)
+        dist.broadcast(tensor, group=self._group, group_src=self.rank)
 
 
 class _Entrance(torch.autograd.Function):
@@ -327,42 +335,97 @@ class _Remote(torch.autograd.Function):
 
 
 class _CodeBetweenParts(TorchFunctionMode):
-    """Run the backwards that code between parts calls itself, and refuse those of which one stage has too little.
+    """Run the backwards that code between parts calls itself, and let it compute losses from parameters.
+
+    The rank that has a parameter computes with it, and so all of its gradient. The other ranks compute with a copy.
 
     Args:
         turn: Object that runs the step.
         root: The user's module.
+        all_stages: Object that is switched on while code between parts runs.
     """
 
-    def __init__(self, turn: StagesInTurn, root: nn.Module) -> None:
+    def __init__(self, turn: StagesInTurn, root: nn.Module, all_stages: AllStages) -> None:
         super().__init__()
         self._turn = turn
         self._names = {id(param): name for name, param in root.named_parameters()}
+        self._all_stages = all_stages
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._all_stages.is_on:
+            return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
             with self._turn.backward():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
-            inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-            given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-            self._refuse(func, [tensor for tensor in given if id(tensor) in self._names])
-            if kwargs.get("create_graph"):
-                raise TraceError(
-                    "The step calls torch.autograd.grad(create_graph=True): under a pipeline, the gradients that"
-                    " another stage has computed have no graph. Use a strategy without stages."
-                )
-        return func(*args, **kwargs)
+            refuse_gradients_of_parts(self._names, *args, **kwargs)
+            with self._turn.backward():
+                return func(*args, **kwargs)
+        if not torch.is_grad_enabled() or not _is_differentiable(func):
+            return func(*args, **kwargs)
+        leaves, structure = _compat.tree_flatten((args, kwargs))
+        missing = {place: source for place, leaf in enumerate(leaves)
+                   if (source := self._all_stages.source_of(leaf)) is not None}  # fmt: skip
+        if not missing or not _trained(leaves):
+            return func(*args, **kwargs)
+        values = self._all_stages.broadcast_missing([leaves[place] for place in missing])
+        for (place, source), value in zip(missing.items(), values, strict=True):
+            if source != self._turn.rank:
+                leaves[place] = value.detach().requires_grad_(leaves[place].requires_grad)
+        args, kwargs = _compat.tree_unflatten(leaves, structure)
+        with self._all_stages.switched_off():
+            return func(*args, **kwargs)
 
-    def _refuse(self, func: Any, params: Collection[Tensor]) -> None:
-        if params:
-            name = self._names[id(next(iter(params)))]
-            raise TraceError(
-                f"The step calls {func.__name__} for the parameter {name!r}, which only the ranks of one stage have:"
-                " under a pipeline, call self.manual_backward(loss), which leaves gradients in param.grad, or use a"
-                " strategy without stages."
-            )
+
+def refuse_gradients_of_parts(
+    names: Mapping[int, str], outputs: Any, inputs: Any, *args: Any, create_graph: bool = False, **kwargs: Any
+) -> None:
+    """Refuse calls of ``torch.autograd.grad`` by code between parts that need more than one stage has.
+
+    Args:
+        names: The names of the module's parameters, by id.
+        outputs: The argument of ``torch.autograd.grad``.
+        inputs: The argument of ``torch.autograd.grad``.
+        args: Further arguments of ``torch.autograd.grad``.
+        create_graph: The argument of ``torch.autograd.grad``.
+        kwargs: Further arguments of ``torch.autograd.grad``.
+
+    Raises:
+        TraceError: If the call asks for the gradient of a parameter, or for a graph of the gradients.
+    """
+    name = next(
+        (names[id(one)] for one in ([inputs] if isinstance(inputs, Tensor) else inputs) if id(one) in names), ""
+    )
+    if name:
+        raise TraceError(
+            f"The step calls torch.autograd.grad for the parameter {name!r}, which only the ranks of one stage have:"
+            " under a pipeline, call self.manual_backward(loss), which leaves gradients in param.grad, or use a"
+            " strategy without stages."
+        )
+    if create_graph or (len(args) > 2 and args[2]):
+        raise TraceError(
+            "The step calls torch.autograd.grad(create_graph=True), as penalties on gradients do: under a pipeline the"
+            " gradients that another stage has computed have no graph. Use a strategy without stages, such as"
+            " hybrid_shard or tensor_parallel."
+        )
+
+
+_TENSOR: Any = Tensor  # The attributes of the class are descriptors, which torch's type stubs do not declare.
+_VIEWS = frozenset(getattr(_TENSOR, name).__get__ for name in ("H", "T", "imag", "mH", "mT", "real"))
+"""Getters of attributes through which gradients flow."""
+
+_NOT_DIFFERENTIABLE = frozenset(
+    {
+        "__get__", "__set__", "detach", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+        "retain_grad",
+    }
+)  # fmt: skip
+"""Functions through whose results no gradients flow to their arguments."""
+
+
+def _is_differentiable(func: Any) -> bool:
+    return getattr(func, "__name__", "") not in _NOT_DIFFERENTIABLE or func in _VIEWS
 
 
 def _trained(leaves: Sequence[Any]) -> list[int]:

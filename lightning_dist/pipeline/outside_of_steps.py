@@ -121,9 +121,7 @@ class AllStages(TorchFunctionMode):
                 yield
             return
         if not self._is_marked:
-            for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
-                if name in self._holders:
-                    _mark(tensor, self._holders[name])
+            self.mark(self._root)
             self._is_marked = True
         self._what, self._have_gradients, self._is_on, self._is_entered = what, None, True, True
         self._has_drawn = False
@@ -189,6 +187,26 @@ class AllStages(TorchFunctionMode):
             yield
         finally:
             self._is_on = before
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether code of the user runs, which works on the parameters of all stages."""
+        return self._is_on
+
+    def mark(self, module: nn.Module, prefix: str = "") -> None:
+        """Record the holders of the tensors in ``module``, which may be others than before, such as gathered ones.
+
+        Args:
+            module: The user's module or a module in it.
+            prefix: The full name of ``module``.
+        """
+        for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
+            if name in self._holders and not _has_holders(tensor):
+                _mark(tensor, self._holders[name])
+
+    def source_of(self, leaf: Any) -> int | None:
+        """Return the rank from which :meth:`broadcast_missing` sends ``leaf``; None if all ranks have its values."""
+        return min(_holders(leaf) or ()) if _has_holders(leaf) else None
 
     def forget_gradients(self) -> None:
         """Ask the other ranks again for the gradients that they have, because a backward may have changed that."""

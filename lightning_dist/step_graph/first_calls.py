@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_dist.step_graph.control_flow import run_all_branches
 from lightning_dist.step_graph.errors import TraceError
-from lightning_dist.step_graph.fake_run import tensors_in
 from lightning_dist.step_graph.graph import InnerCall, PartCall, StepGraph
 from lightning_dist.step_graph.marks import Marks
 from lightning_dist.step_graph.observer import GraphObserver
@@ -61,20 +60,6 @@ class _CallsObserver(GraphObserver):
 
     def check_function(self, function: Any) -> None:
         """Allow the step to run backwards itself."""
-
-    def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Refuse to train a parameter between parts, where only the ranks of one stage have it."""
-        if self.is_between() and any(tensor.requires_grad for tensor in tensors_in(out)):
-            given = list(tensors_in((args, kwargs)))
-            names = [name for tensor in given if (name := vars(tensor).get("_param_name")) and tensor.requires_grad]
-            if names and not any(tensor is one for tensor in tensors_in(out) for one in given):
-                raise TraceError(
-                    f"The step computes with the parameter {names[0]!r} outside of the layers that the pipeline calls,"
-                    f" by {getattr(function, '__name__', function)}, and trains it there: with manual optimization"
-                    " only the ranks of one stage have it. Put it into a module whose forward uses it, detach it, or"
-                    " use a strategy without stages."
-                )
-        super().on_function(function, args, kwargs, out)
 
     def _marks_of(self, tensor: Tensor) -> Marks:
         return Marks()  # Every stage runs all the code between parts, so nothing depends on what is computed from what.

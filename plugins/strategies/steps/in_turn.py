@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule
@@ -66,6 +67,14 @@ class StepsInTurn(PipelinedSteps):
 
         with self._metrics.in_step(), self._context(name):
             return cast(STEP_OUTPUT, self._parallel.step(step, backward_follows=False))
+
+    @override
+    @contextmanager
+    def outside_of_hooks(self) -> Iterator[None]:
+        """Return a context for an optimizer step, after which the step may see other tensors as parameters."""
+        with super().outside_of_hooks():
+            yield
+        self._pipeline.all_stages.mark(self._module)
 
     @override
     def in_closure(self) -> AbstractContextManager[None]:
