@@ -16,6 +16,7 @@ order in which they were made. That order is the same on all ranks, and with it 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -355,6 +356,9 @@ class _CodeBetweenParts(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._all_stages.is_on:
             return func(*args, **kwargs)
+        if _is_called_by_strategy():
+            with self._all_stages.switched_off():
+                return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
             with self._turn.backward():
                 return func(*args, **kwargs)
@@ -410,6 +414,20 @@ def refuse_gradients_of_parts(
             " hybrid_shard or tensor_parallel."
         )
 
+
+def _is_called_by_strategy() -> bool:
+    """Return whether a function was called by code that gathers, frees and reduces tensors of this rank."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"] in _PASSES_ON:
+        frame = frame.f_back
+    name = str(frame.f_globals["__name__"])
+    return name.startswith(_STRATEGY) and not name.startswith(_USER)
+
+
+_PASSES_ON = frozenset({"torch._tensor", "torch.functional", "torch.overrides", "torch.utils._contextlib"})
+"""Modules whose functions call a function for their callers."""
+
+_STRATEGY, _USER = ("lightning_dist.", "torch.distributed."), "lightning_dist.plugins."
 
 _TENSOR: Any = Tensor  # The attributes of the class are descriptors, which torch's type stubs do not declare.
 _VIEWS = frozenset(getattr(_TENSOR, name).__get__ for name in ("H", "T", "imag", "mH", "mT", "real"))

@@ -82,7 +82,7 @@ def cleared_between_backwards(run: Run) -> None:
 @case(
     "gradients are clipped between a backward that is not synced and one that is",
     refused={
-        **dict.fromkeys(("full", "hybrid"), "is accumulated and not reduced over the ranks yet.*sync_grad=True"),
+        **dict.fromkeys(("full", "hybrid", "nd"), "is accumulated and not reduced over the ranks yet.*sync_grad=True"),
     },
     reference="ddp",
 )

@@ -252,7 +252,7 @@ def lbfgs_by_hand(run: Run) -> None:
     refused={
         "*": "The gradient of the parameter 'head.weight' was set on its gathered copy",
         "data": "The parameter 'head.weight' differs between ranks of dp_replicate",
-        **dict.fromkeys(PIPELINED, "The step calls grad for the parameter 'head.weight'"),
+        **dict.fromkeys(PIPELINED, "The step calls torch.autograd.grad for the parameter 'head.weight'"),
     },
 )
 def meta_step(run: Run) -> None:
