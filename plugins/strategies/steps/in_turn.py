@@ -65,6 +65,8 @@ class StepsInTurn(PipelinedSteps):
             ):
                 return getattr(self._module, name)(*args, **kwargs)
 
+        # The optimizers hold the parameters as they are before the step gathers them.
+        self._pipeline.all_stages.mark(self._module)
         with self._metrics.in_step(), self._context(name):
             return cast(STEP_OUTPUT, self._parallel.step(step, backward_follows=False))
 

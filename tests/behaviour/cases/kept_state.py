@@ -105,7 +105,10 @@ class _ByData(torch.optim.Optimizer):
                     param.data.add_(param.grad.data, alpha=-group["lr"])
 
 
-@case("two optimizers step one after the other, the second one of a parameter of the module itself")
+@case(
+    "two optimizers step one after the other, the second one of a parameter of the module itself",
+    refused=dict.fromkeys(STAGES, "_ByData with pp_size=2"),
+)
 def two_optimizers_in_a_row(run: Run) -> None:
     class Two(Classifier):
         def __init__(self) -> None:
