@@ -424,7 +424,12 @@ def _is_called_by_strategy() -> bool:
     return name.startswith(_STRATEGY) and not name.startswith(_USER)
 
 
-_PASSES_ON = frozenset({"torch._tensor", "torch.functional", "torch.overrides", "torch.utils._contextlib"})
+_PASSES_ON = frozenset(
+    {
+        "lightning_dist.shards_in_hooks", "torch._tensor", "torch.functional", "torch.overrides",
+        "torch.utils._contextlib",
+    }
+)  # fmt: skip
 """Modules whose functions call a function for their callers."""
 
 _STRATEGY, _USER = ("lightning_dist.", "torch.distributed."), "lightning_dist.plugins."
