@@ -208,9 +208,9 @@ class StagesInTurn:
                     f"{name} changes an argument in place: with manual optimization under a pipeline the other stages"
                     " would not see that. Let it change a clone."
                 )
-            leaves, out_structure = _compat.tree_flatten(output)
+            leaves = _compat.tree_leaves(output)
             entrance = next((tensor.grad_fn for tensor in entered), None)
-            content = pickle.dumps((out_structure, [_described(leaf, entrance) for leaf in leaves], draws))
+            content = pickle.dumps((_compat.tree_map(lambda leaf: _described(leaf, entrance), output), draws))
         except Exception as error:
             failure = Failure.now(error, name)
         self._agree(failure)
@@ -246,7 +246,8 @@ class StagesInTurn:
         home = self._homes[name]
         content: list[Any] = [None]
         dist.broadcast_object_list(content, group=self._on_host, group_src=home)
-        structure, leaves, draws = pickle.loads(content[0])
+        described, draws = pickle.loads(content[0])
+        leaves, structure = _compat.tree_flatten(described)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, _Returned)]
         known = [leaves[place] for place in places]
         tensors: Sequence[Tensor] = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in known]
