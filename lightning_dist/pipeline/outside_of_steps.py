@@ -228,16 +228,16 @@ class AllStages(TorchFunctionMode):
         if not places:
             return value
         self._wait_for_all()
-        # Tensors of the same stage and dtype are sent in one message.
-        batches: dict[tuple[int, torch.dtype], list[int]] = {}
+        # Tensors of the same stages and dtype are sent in one message.
+        batches: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
         for place in places:
-            source = min(_holders(leaves[place]) or ())
-            batches.setdefault((source, leaves[place].dtype), []).append(place)
+            holders = tuple(sorted(_holders(leaves[place]) or ()))
+            batches.setdefault((holders, leaves[place].dtype), []).append(place)
         # A hook's self.log calls this while the mode is active, which would take these operations for the hook's.
         with self.switched_off(), torch.no_grad():
-            for (source, dtype), members in sorted(batches.items(), key=str):
+            for (holders, dtype), members in sorted(batches.items(), key=str):
                 tensors = [leaves[place] for place in members]
-                is_here = self._rank in (_holders(tensors[0]) or ())
+                is_here = self._rank in holders
                 # All holders gather sharded tensors, not only the source, because gathering is a collective over the
                 # mesh of the tensor.
                 own = [_gathered(tensor.detach()).to(self._device) for tensor in tensors] if is_here else []
@@ -245,7 +245,7 @@ class AllStages(TorchFunctionMode):
                 sent = torch.empty(size, dtype=dtype, device=self._device)
                 if own:
                     torch.cat([tensor.reshape(-1) for tensor in own], out=sent)
-                dist.broadcast(sent, group=self._group, group_src=source)
+                dist.broadcast(sent, group=self._group, group_src=holders[0])
                 parts = torch.split(sent, [tensor.numel() for tensor in tensors])
                 for place, tensor, part in zip(members, tensors, parts, strict=True):
                     leaves[place] = part.view(tensor.shape)
