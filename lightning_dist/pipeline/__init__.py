@@ -13,6 +13,7 @@ The modules, in the order in which they build on each other:
 - ``attributes``: Saves and restores attributes of modules that a step changes.
 - ``whole_model``: Gives every rank the parameters of all stages temporarily.
 - ``outside_of_steps``: Lets hooks and callbacks work on the parameters of all stages.
+- ``in_turn``: Runs steps with backwards of their own, in which the stages work in turn.
 - ``whole_state``: Makes each rank's state dicts describe the tensors of all stages, for checkpoints.
 - ``schedule_runner``: Runs a step on this rank's stages, in the order of a schedule.
 - ``pipeline``: Implements the technique.
@@ -20,6 +21,7 @@ The modules, in the order in which they build on each other:
 
 from lightning_dist.pipeline.buffers import BuffersOfStep
 from lightning_dist.pipeline.failures import Attempt, Failure, PathAgreement, raise_first, raise_together
+from lightning_dist.pipeline.in_turn import StagesInTurn, refuse_gradients_of_parts
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,
@@ -50,6 +52,7 @@ __all__ = [
     "RunRoot",
     "ScheduleRunner",
     "Stages",
+    "StagesInTurn",
     "StepOutcome",
     "Timeline",
     "batch_size_of",
@@ -61,6 +64,7 @@ __all__ = [
     "own_units",
     "raise_first",
     "raise_together",
+    "refuse_gradients_of_parts",
     "refuse_stand_ins",
     "signature",
     "simulate",

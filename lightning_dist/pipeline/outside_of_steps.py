@@ -101,7 +101,7 @@ class AllStages(TorchFunctionMode):
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
         self._sharded = self._sharded_on_any_stage()
-        self._is_on = self._is_marked = False
+        self._is_on = self._is_entered = self._is_marked = False
         self._what = "a hook"
         self._num_reads: Counter[str] = Counter()
         self._num_changes: Counter[str] = Counter()
@@ -120,20 +120,21 @@ class AllStages(TorchFunctionMode):
         if self._is_on:
             yield
             return
+        if self._is_entered:  # A manual step has called a backward or an optimizer, which runs the hook.
+            self.forget_gradients()
+            with self._switched(on=True):
+                yield
+            return
         if not self._is_marked:
-            for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
-                if name in self._holders:
-                    mark(tensor, self._holders[name])
-                    if name in self._sharded and not self._is_here(tensor):
-                        tensor.__class__ = RemoteParameter
+            self.mark(self._root)
             self._is_marked = True
-        self._what, self._have_gradients, self._is_on = what, None, True
+        self._what, self._have_gradients, self._is_on, self._is_entered = what, None, True, True
         self._has_drawn = False
         try:
             with self, conversions_seen_by(self), _compat.averages_grouped_by_dtype(self._device):
                 yield
         finally:
-            self._is_on = False
+            self._is_on = self._is_entered = False
             for states in self._shown_states:  # Other code, such as the optimizer's, expects those of this rank only.
                 for param in [param for param in states if not self._is_here(param)]:
                     del states[param]
@@ -203,11 +204,42 @@ class AllStages(TorchFunctionMode):
     @contextmanager
     def switched_off(self) -> Iterator[None]:
         """Disable the mode in this context, for code of the strategy that a hook calls."""
-        before, self._is_on = self._is_on, False
+        with self._switched(on=False):
+            yield
+
+    @contextmanager
+    def _switched(self, on: bool) -> Iterator[None]:
+        before, self._is_on = self._is_on, on
         try:
             yield
         finally:
             self._is_on = before
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether code of the user runs, which works on the parameters of all stages."""
+        return self._is_on
+
+    def mark(self, module: nn.Module, prefix: str = "") -> None:
+        """Record the holders of the tensors in ``module``, which may be others than before, such as gathered ones.
+
+        Args:
+            module: The user's module or a module in it.
+            prefix: The full name of ``module``.
+        """
+        for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
+            if name in self._holders and not has_holders(tensor):
+                mark(tensor, self._holders[name])
+                if name in self._sharded and not self._is_here(tensor):
+                    tensor.__class__ = RemoteParameter
+
+    def source_of(self, leaf: Any) -> int | None:
+        """Return the rank from which :meth:`broadcast_missing` sends ``leaf``; None if all ranks have its values."""
+        return min(holders_of(leaf) or ()) if has_holders(leaf) else None
+
+    def forget_gradients(self) -> None:
+        """Ask the other ranks again for the gradients that they have, because a backward may have changed that."""
+        self._have_gradients = None
 
     def broadcast_missing(self, value: Any) -> Any:
         """Return ``value`` with each tensor that some ranks lack replaced by one that has its values on all ranks.
@@ -225,16 +257,16 @@ class AllStages(TorchFunctionMode):
         if not places:
             return value
         self._wait_for_all()
-        # Tensors of the same stage and dtype are sent in one message.
-        batches: dict[tuple[int, torch.dtype], list[int]] = {}
+        # Tensors of the same stages and dtype are sent in one message.
+        batches: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
         for place in places:
-            source = min(holders_of(leaves[place]) or ())
-            batches.setdefault((source, leaves[place].dtype), []).append(place)
+            holders = tuple(sorted(holders_of(leaves[place]) or ()))
+            batches.setdefault((holders, leaves[place].dtype), []).append(place)
         # A hook's self.log calls this while the mode is active, which would take these operations for the hook's.
         with self.switched_off(), torch.no_grad():
-            for (source, dtype), members in sorted(batches.items(), key=str):
+            for (holders, dtype), members in sorted(batches.items(), key=str):
                 tensors = [leaves[place] for place in members]
-                is_here = self._rank in (holders_of(tensors[0]) or ())
+                is_here = self._rank in holders
                 # All holders gather sharded tensors, not only the source, because gathering is a collective over the
                 # mesh of the tensor.
                 own = [_gathered(tensor.detach()).to(self._device) for tensor in tensors] if is_here else []
@@ -242,7 +274,7 @@ class AllStages(TorchFunctionMode):
                 sent = torch.empty(size, dtype=dtype, device=self._device)
                 if own:
                     torch.cat([tensor.reshape(-1) for tensor in own], out=sent)
-                dist.broadcast(sent, group=self._group, group_src=source)
+                dist.broadcast(sent, group=self._group, group_src=holders[0])
                 parts = torch.split(sent, [tensor.numel() for tensor in tensors])
                 for place, tensor, part in zip(members, tensors, parts, strict=True):
                     leaves[place] = part.view(tensor.shape)

@@ -18,6 +18,7 @@ from lightning_dist.gradient_norms import total_norm_of
 from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.local_step import OwnStates
 from lightning_dist.original_module import OriginalModule
+from lightning_dist.pipeline.in_turn import StagesInTurn
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.replay import Replay
 from lightning_dist.pipeline.schedule_runner import PreparedStep, ScheduleRunner
@@ -121,6 +122,20 @@ class Pipeline(Technique):
         )
         self.shared = SharedParameters(self._root, self.stages, self.config, self._stage_to_stage)
         self.all_stages = AllStages(self._root, self._holders(), self.group, self._device)
+        self.in_turn: StagesInTurn | None = None
+        """The object that runs steps with backwards of their own; None: steps run by a schedule."""
+        if self.config.in_turn:
+            homes = {part: self.config.rank_of(stages[0]) for part, stages in self.stages.stages_of_part.items()}
+            self.in_turn = StagesInTurn(
+                self._root,
+                homes,
+                self._replay,
+                self.all_stages,
+                self.shared,
+                self.group,
+                self._data_parallel_rank,
+                self._device,
+            )
         self._original_module.record_changes()
 
     def after_microbatches(self, reduces: bool) -> None:
@@ -140,7 +155,8 @@ class Pipeline(Technique):
 
     def metrics(self, num_steps: int) -> dict[str, float]:
         """Return what this rank sends to other stages in a step."""
-        return {"comm/pp_mib_per_step": self.runner.take_bytes_sent() / num_steps / 2**20}
+        num_bytes = self.runner.take_bytes_sent() + (self.in_turn.take_bytes_sent() if self.in_turn else 0)
+        return {"comm/pp_mib_per_step": num_bytes / num_steps / 2**20}
 
     def table_rows(self) -> Rows:
         """Return the rows of the start-up table that show on which ranks the stages are, and how they are run."""
@@ -152,6 +168,9 @@ class Pipeline(Technique):
         shared = sum(len(needed) > 1 for needed in self.stages.stages_of_param.values())
         if shared:
             yield "", f"{shared} parameters are on several stages, their gradients summed"
+        if self.config.in_turn:
+            yield "schedule", "none: with manual optimization the stages work in turn, each on a rank's whole batch"
+            return
         yield "schedule", f"{self.config.schedule}, {self.config.num_microbatches} microbatches of a rank's batch"
 
     def known_path(self, key: object, arguments: Sequence[Any] = ()) -> int:

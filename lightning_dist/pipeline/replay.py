@@ -184,6 +184,11 @@ class Replay:
         self._remote = remote
         self._run: _StageRunState | None = None
         self._has_whole_model = False
+        self.run_in_turn: Callable[..., Any] | None = None
+        """Function that runs a part on the rank that has it, given the part's name, the part and its arguments.
+
+        It is called for each call of a part in a step that does not run stage by stage in microbatches, unless the part
+        is called inside another one."""
         self._last_draws: dict[str, tuple[int, frozenset[str]]] = {}
         self._generators = RngGenerators(device)
         for name, part in parts.items():
@@ -285,6 +290,8 @@ class Replay:
 
     def _on_call(self, name: str, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self._run
+        if run is None and self.run_in_turn is not None:
+            return self.run_in_turn(name, part, args, kwargs)
         if run is None or run.is_inside:
             if name in self._remote and not self._has_whole_model:
                 if run is not None:

@@ -5,11 +5,15 @@ Each of these stages has a copy of the parameter, and all copies must get the sa
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.collectives import group_on_host
 from lightning_dist.pipeline.stages import PipelineConfig, Stages
 from lightning_dist.step_graph import StepGraph
 
@@ -30,11 +34,12 @@ class SharedParameters:
         self._root = root
         self._group = group
         self._rank = dist.get_rank(group)
-        self._holders = {
-            name: ranks
-            for name, needed in stages.stages_of_param.items()
-            if len(ranks := sorted({config.rank_of(stage) for stage in needed})) > 1 and self._rank in ranks
+        holders = {
+            name: sorted({config.rank_of(stage) for stage in needed}) for name, needed in stages.stages_of_param.items()
         }
+        self._names = sorted(name for name, ranks in holders.items() if len(ranks) > 1)
+        self._holders = {name: ranks for name, ranks in holders.items() if len(ranks) > 1 and self._rank in ranks}
+        self._on_host = group_on_host(group, "shared parameters") if config.in_turn and self._names else None
         self._used: set[str] = set()
 
     def record_used_parameters(self, graph: StepGraph) -> None:
@@ -52,11 +57,37 @@ class SharedParameters:
         """
         if not self._holders:
             return
-        params = {name: param for name, param in self._root.named_parameters() if param.requires_grad}
-        operations, received = [], {}
         used, self._used = self._used, set()
+        self._sum(used)
+
+    @contextmanager
+    def summing_gradients(self) -> Iterator[None]:
+        """Run one of the several backwards of a step in this context, and then sum the gradients over the stages.
+
+        This is a collective over the pipeline. The gradients of earlier backwards are the same on all stages; each
+        stage begins with an equal part of them, so that they are counted once.
+        """
+        if not self._names:
+            yield
+            return
+        params = self._trained()
         for name, ranks in self._holders.items():
-            if name not in params or name not in used:
+            if name in params and (gradient := params[name].grad) is not None:
+                gradient.div_(len(ranks))
+        yield
+        has = torch.tensor([name in params and params[name].grad is not None for name in self._names]).int()
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self._on_host)
+        self._sum({name for name, found in zip(self._names, has.tolist(), strict=True) if found})
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: param for name, param in self._root.named_parameters() if param.requires_grad}
+
+    def _sum(self, names: Collection[str]) -> None:
+        """Sum the gradients of the shared parameters ``names``; this is a collective over the ranks that share them."""
+        params = self._trained()
+        operations, received = [], {}
+        for name, ranks in self._holders.items():
+            if name not in params or name not in names:
                 continue
             own = _local_gradient(params[name])
             received[name] = {rank: torch.empty_like(own) if rank != self._rank else own for rank in ranks}

@@ -21,6 +21,7 @@ from lightning_dist.step_graph import (
     StepGraph,
     TraceError,
     find_parts,
+    trace_first_calls,
     trace_step,
 )
 from lightning_dist.tensor_places import put, tensor_places
@@ -47,6 +48,8 @@ class PipelineConfig:
         step_in_run: Function that runs the same step after the hooks that precede it in a run, which may set
             attributes that the step reads. It is traced if ``step`` cannot be traced.
         has_loss: Whether the step must return a loss.
+        in_turn: Whether steps run their own backwards, so that the stages work in turn, on whole batches (see
+            :mod:`.in_turn`), instead of by a schedule.
 
     Raises:
         ValueError: If there is no schedule of this name, or ``virtual_stages`` does not fit the schedule.
@@ -61,6 +64,7 @@ class PipelineConfig:
     why_no_step: str = "no step is known"
     step_in_run: Callable[..., Any] | None = None
     has_loss: bool = True
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -206,6 +210,10 @@ def find_stages(
     def trace(step: Callable[..., Any], is_first_pass_only: bool = False) -> _Traced:
         parts = find_parts(root, step, device, blocks, 2 * config.num_stages, is_first_pass_only)
         parts = _with_unused_blocks(parts, blocks)
+        if config.in_turn:
+            parts += _not_called(root, parts)
+            found = {name: block for name, block in blocks.items() if name in parts}
+            return parts, found, trace_first_calls(root, step, device, parts, found)
         found = {name: block for name, block in blocks.items() if name in parts}
         return parts, found, trace_step(root, step, device, parts, found, config.has_loss, is_first_pass_only)
 
@@ -242,6 +250,8 @@ def find_stages(
             before = [max(of_part[part]) for part in reversed(parts[:place]) if part in blocks and of_part[part]]
             after = [min(of_part[part]) for part in parts[place:] if part in blocks and of_part[part]]
             of_part[name].update([*before, *after][:1])
+        elif not of_part[name] and config.in_turn:
+            of_part[name].add(config.num_stages - 1)
     return Stages(
         config.num_stages,
         parts,
@@ -266,6 +276,21 @@ def _with_unused_blocks(parts: list[str], blocks: Mapping[str, nn.Module]) -> li
             if following:
                 found.insert(found.index(following[0]), name)
         before = name
+    return found
+
+
+def _not_called(root: nn.Module, parts: Sequence[str]) -> list[str]:
+    """Return the outermost modules with parameters that neither are in a part nor contain one.
+
+    A step of another batch may call them.
+    """
+    found: list[str] = []
+    for name, module in root.named_modules():
+        is_inside = any(f"{name}.".startswith(f"{part}.") for part in (*parts, *found))
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        contains = not name or is_container or any(part.startswith(f"{name}.") for part in parts)
+        if not is_inside and not contains and any(True for _ in module.parameters()):
+            found.append(name)
     return found
 
 

@@ -24,6 +24,7 @@ The modules, in the order in which they build on each other:
 - ``reentrant_checkpointing``: Supports activation checkpointing in the user's model.
 - ``control_flow``: Runs a step that decides by values of tensors once for each outcome.
 - ``parts``, ``trace``: Find the parts of a model, and the graph of a step.
+- ``first_calls``: Finds the order of the parts in a step that runs its own backwards.
 - ``known_paths``: Remembers the graphs of earlier steps, and decides when a step must be traced again.
 """
 
@@ -38,6 +39,7 @@ from lightning_dist.step_graph.errors import (
     TraceError,
 )
 from lightning_dist.step_graph.fake_run import FailureReason, run_on_fakes, tensors_in
+from lightning_dist.step_graph.first_calls import trace_first_calls
 from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, Value
 from lightning_dist.step_graph.known_paths import KnownPaths, Readable
 from lightning_dist.step_graph.observer import note_exchange
@@ -75,5 +77,6 @@ __all__ = [
     "run_on_fakes",
     "set_items",
     "tensors_in",
+    "trace_first_calls",
     "trace_step",
 ]

@@ -50,20 +50,6 @@ def note_exchange(tensor: Tensor) -> None:
         handle_torch_function(note_exchange, (tensor,), tensor)
 
 
-def _check_function(function: Any) -> None:
-    """Refuse functions that a step of a pipeline cannot call between parts.
-
-    Raises:
-        TraceError: If ``function`` is one of them.
-    """
-    if function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
-        raise TraceError(
-            f"The step calls {'torch.autograd.' * (function is not Tensor.backward)}{function.__name__} itself, as"
-            " penalties on gradients and adversarial perturbations do: under a pipeline the backward runs stage by"
-            " stage after the step. Call it inside one block, or use a strategy without stages."
-        )
-
-
 class GraphObserver:
     """Observe a step, and mark each tensor with the values and parameters from which it was computed.
 
@@ -107,6 +93,19 @@ class GraphObserver:
     def is_between(self) -> bool:
         """Return whether code between parts is running."""
         return self._active is None
+
+    def check_function(self, function: Any) -> None:
+        """Refuse functions that a step of a pipeline cannot call between parts.
+
+        Raises:
+            TraceError: If ``function`` is one of them.
+        """
+        if function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+            raise TraceError(
+                f"The step calls {'torch.autograd.' * (function is not Tensor.backward)}{function.__name__} itself, as"
+                " penalties on gradients and adversarial perturbations do: under a pipeline the backward runs stage by"
+                " stage after the step. Call it inside one block, or use a strategy without stages."
+            )
 
     def count_calls(self) -> int:
         """Return how many calls of parts have ended."""
@@ -404,7 +403,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._observer.is_between():
-            _check_function(func)
+            self._observer.check_function(func)
         for leaf in tree_leaves((args, kwargs)):
             ask_for_value(leaf)  # A watched number may be used as a size.
         out = func(*args, **(kwargs or {}))

@@ -143,17 +143,12 @@ def refuse_for_pipeline(module: LightningModule) -> None:
         module: The LightningModule that is to be cut into stages.
 
     Raises:
-        MisconfigurationException: If the module uses manual optimization, overrides ``backward``, takes
+        MisconfigurationException: If the module overrides ``backward`` and uses automatic optimization, takes
             ``dataloader_iter`` in its training step, or was compiled by ``module.compile()``.
     """
     name = type(module).__name__
     instead = "use a strategy without stages, such as hybrid_shard or tensor_parallel"
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"{name} sets automatic_optimization = False: a pipeline runs the forwards and backwards of microbatches in"
-            f" an order of its own, in which a step cannot call manual_backward. Return the loss, or {instead}."
-        )
-    if is_overridden("backward", module):
+    if module.automatic_optimization and is_overridden("backward", module):
         raise MisconfigurationException(
             f"{name} overrides backward, which a pipeline would never call: its schedule runs the backwards. Put what"
             f" it does into the loss, or into on_after_backward, or {instead}."

@@ -172,7 +172,8 @@ class SteppingStrategy(ParallelizingStrategy):
         """Step ``optimizer``. Gradients are clipped by the norm of the whole model's gradients."""
 
         def closure_then_wait() -> Any:
-            output = closure()
+            with self.steps.in_closure():
+                output = closure()
             self._checkpoints.before_update()
             self.parallel.before_optimizer_step()
             memory.before_optimizer_step()
@@ -181,16 +182,17 @@ class SteppingStrategy(ParallelizingStrategy):
         assert self.lightning_module is not None
         assert self._memory is not None
         memory = self._memory
-        if not self.lightning_module.automatic_optimization:  # The optimizer may ignore the closure, which is empty.
-            self.parallel.before_optimizer_step()
-        try:
-            with memory.explained(), self.steps.outside_of_hooks(), _compat.total_norms(self.parallel.total_norm):
-                output = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
-        finally:
-            if self._optimizer_steps is not None:
-                self._optimizer_steps.restore()
-        self.parallel.after_optimizer_step()
-        memory.after_optimizer_step()
+        with self.steps.outside_of_hooks():
+            if not self.lightning_module.automatic_optimization:  # The optimizer may ignore the closure.
+                self.parallel.before_optimizer_step()
+            try:
+                with memory.explained(), _compat.total_norms(self.parallel.total_norm):
+                    output = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
+            finally:
+                if self._optimizer_steps is not None:
+                    self._optimizer_steps.restore()
+            self.parallel.after_optimizer_step()
+            memory.after_optimizer_step()
         return output
 
     @contextmanager

@@ -143,12 +143,6 @@ def test_logs_metrics_outputs_and_predictions_equal_those_of_one_process(pool: W
         close(found, {key: value for key, value in expected.items() if key != "predictions"})
 
 
-class Manual(DeepGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class OwnBackward(DeepGPT):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward()
@@ -249,7 +243,6 @@ class Unpicklable(DeepGPT):
 
 
 MISTAKES: list[tuple[type[DeepGPT], dict[str, Any], str]] = [
-    (Manual, {}, "automatic_optimization = False"),
     (OwnBackward, {}, "overrides backward"),
     (Searching, {}, "LBFGS"),
     (NoModel, {}, "calls no module with parameters"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -119,6 +119,10 @@ class Steps(ABC):
     def outside_of_hooks(self) -> AbstractContextManager[None]:
         """Return a context for an optimizer step within a hook, in which shards behave as they do outside of hooks."""
         return self._shards.paused()
+
+    def in_closure(self) -> AbstractContextManager[None]:
+        """Return a context for the closure that an optimizer step calls, within :meth:`outside_of_hooks`."""
+        return nullcontext()
 
     def _context(self, name: str) -> AbstractContextManager[None]:
         """Return the precision plugin's context for the step ``name``."""

@@ -22,6 +22,8 @@ from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.steps.base import Steps
 from lightning_dist.plugins.strategies.steps.example_step import example_args, example_step, fake_step
+from lightning_dist.plugins.strategies.steps.in_turn import StepsInTurn
+from lightning_dist.plugins.strategies.steps.manual_trace import manual_operations_on_fakes
 from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.steps.pipelined import PipelinedSteps
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
@@ -41,7 +43,7 @@ def make_steps(module: LightningModule, parallel: ParallelModule, precision: Pre
         precision: Lightning's precision plugin, in whose contexts steps run and which scales losses.
         tracing: Object that replaces collectives by stand-ins while a step is traced.
     """
-    kinds: tuple[type[Steps], ...] = (PipelinedSteps, WholeSteps)
+    kinds: tuple[type[Steps], ...] = (StepsInTurn, PipelinedSteps, WholeSteps)
     kind = next(kind for kind in kinds if kind.can_run(parallel))
     return kind(module, parallel, precision, tracing)
 
@@ -146,6 +148,16 @@ def _pipeline(
     args, why_not = example_args(trainer)
     if why_not:
         return replace(config, why_no_step=why_not)
+    name = _compat.step_name(trainer)
+    if not module.automatic_optimization:
+        if wanted or config.schedule != PipelineConfig.schedule:
+            rank_zero_warn(
+                f"{type(module).__name__} uses manual optimization, for which the stages of a pipeline work in turn on"
+                " a rank's whole batch: num_microbatches and schedule have no effect."
+            )
+        around = partial(manual_operations_on_fakes, module, tracing)
+        make = partial(fake_step, module, trainer, name, args, {}, around)
+        return replace(config, step=make(), step_in_run=make(is_in_run=True), has_loss=False, in_turn=True)
     splitter = BatchSplitter(module)
     number = splitter.choose_number(args[0], wanted, 4 * config.num_stages)
     config = replace(config, num_microbatches=number)
@@ -156,7 +168,6 @@ def _pipeline(
             f" batch size that it divides, or schedule={SCHEDULES[config.schedule].fallback!r}."
         )
     part = splitter.split(args[0], number)[0]
-    name = _compat.step_name(trainer)
     make = partial(fake_step, module, trainer, name, (part, *args[1:]), {}, partial(tracing.around, module))
     return replace(config, step=make(), step_in_run=make(is_in_run=True), has_loss=name == "training_step")
 

@@ -47,7 +47,7 @@ from lightning_dist.plugins.strategies.steps.results_broadcast import Results, R
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.step_graph import LoopByValueError, RepeatedCallsError, StepGraph, TraceError, trace_step
 
-__all__ = ["PipelinedSteps"]
+__all__ = ["PipelinedSteps", "logging_whole"]
 
 _READABLE = (
     "current_epoch", "global_step", "max_epochs", "max_steps", "num_training_batches", "is_last_batch",
@@ -169,7 +169,7 @@ class PipelinedSteps(Steps):
             self._parallel.gradients.with_unreduced_cleared(),
             self._shards.hook_context(name),
             all_stages.hook_context(name),
-            _logging_whole(self._module, all_stages),
+            logging_whole(self._module, all_stages),
         ):
             yield
 
@@ -436,7 +436,7 @@ class PipelinedSteps(Steps):
 
 
 @contextmanager
-def _logging_whole(module: LightningModule, all_stages: AllStages) -> Iterator[None]:
+def logging_whole(module: LightningModule, all_stages: AllStages) -> Iterator[None]:
     """Make ``self.log`` in this context fetch values that only another stage has, so that all ranks log the same."""
     if "log" in vars(module):
         yield

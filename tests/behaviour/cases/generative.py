@@ -14,7 +14,6 @@ from tests.behaviour.case import Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, samples
 
 N, C, Z = NUM_FEATURES, NUM_CLASSES, 8
-PIPELINED = dict.fromkeys(("pp", "nd", "nd_tp"), "[Mm]anual optimization|automatic_optimization")
 
 
 def _with_noise(width: int = Z) -> TensorDataset:
@@ -108,7 +107,7 @@ def gumbel(run: Run) -> None:
     run.fit(Gumbel(), run.loader(_with_noise()), max_epochs=2)
 
 
-@case("WGAN: a critic with clamped weights, two critic steps for each of the generator", refused=PIPELINED)
+@case("WGAN: a critic with clamped weights, two critic steps for each of the generator")
 def wgan(run: Run) -> None:
     class Wgan(pl.LightningModule):
         def __init__(self) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import NUM_FEATURES, Block, Classifier
 
-PIPELINED = dict.fromkeys(("pp", "nd", "nd_tp"), "[Mm]anual optimization|automatic_optimization")
 OUTSIDE_OF_BLOCK = dict.fromkeys(("pp", "nd", "nd_tp"), "uses the parameter 'net.2.down.weight' outside of net.2")
 N = NUM_FEATURES
 
@@ -30,7 +29,7 @@ class _TwoParts(_Manual):
         return torch.optim.SGD(self.net.parameters(), lr=0.05), torch.optim.SGD(self.head.parameters(), lr=0.05)
 
 
-@case("parts that are frozen in turns, with backwards that are not synced before one that is", refused=PIPELINED)
+@case("parts that are frozen in turns, with backwards that are not synced before one that is")
 def frozen_in_turns_without_sync(run: Run) -> None:
     class InTurns(_TwoParts):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -45,7 +44,7 @@ def frozen_in_turns_without_sync(run: Run) -> None:
     run.fit(InTurns())
 
 
-@case("a part is unfrozen between a backward that is not synced and one that is", refused=PIPELINED)
+@case("a part is unfrozen between a backward that is not synced and one that is")
 def unfrozen_between_backwards(run: Run) -> None:
     class Unfreezes(_TwoParts):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -62,7 +61,7 @@ def unfrozen_between_backwards(run: Run) -> None:
     run.fit(Unfreezes())
 
 
-@case("gradients are cleared between a backward that is not synced and one that is", refused=PIPELINED)
+@case("gradients are cleared between a backward that is not synced and one that is")
 def cleared_between_backwards(run: Run) -> None:
     class Clears(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -83,8 +82,7 @@ def cleared_between_backwards(run: Run) -> None:
 @case(
     "gradients are clipped between a backward that is not synced and one that is",
     refused={
-        **dict.fromkeys(("full", "hybrid"), "is accumulated and not reduced over the ranks yet.*sync_grad=True"),
-        **PIPELINED,
+        **dict.fromkeys(("full", "hybrid", "nd"), "is accumulated and not reduced over the ranks yet.*sync_grad=True"),
     },
     reference="ddp",
 )
@@ -130,17 +128,17 @@ def _catch_error_in_backward(run: Run, is_direct: bool) -> None:
     run.fit(Catches())
 
 
-@case("a backward that raises half-way is caught, and followed by one that does not", refused=PIPELINED)
+@case("a backward that raises half-way is caught, and followed by one that does not")
 def caught_error_in_backward(run: Run) -> None:
     _catch_error_in_backward(run, is_direct=False)
 
 
-@case("a direct loss.backward() that raises half-way is caught, and followed by another one", refused=PIPELINED)
+@case("a direct loss.backward() that raises half-way is caught, and followed by another one")
 def caught_error_before_direct_backward(run: Run) -> None:
     _catch_error_in_backward(run, is_direct=True)
 
 
-@case("a backward that raises half-way is caught, and followed by one of fewer parameters", refused=PIPELINED)
+@case("a backward that raises half-way is caught, and followed by one of fewer parameters")
 def caught_error_before_smaller_backward(run: Run) -> None:
     class Catches(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -199,7 +197,7 @@ def failed_while_accumulating(run: Run) -> None:
     run.fit(model, accumulate_grad_batches=2)
 
 
-@case("a module with gradients that no backward has reduced is copied and converted", refused=PIPELINED)
+@case("a module with gradients that no backward has reduced is copied and converted")
 def converted_while_accumulating(run: Run) -> None:
     class Accumulates(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -219,7 +217,7 @@ def converted_while_accumulating(run: Run) -> None:
     model.float()
 
 
-@case("manual_backward with create_graph=True", refused=PIPELINED)
+@case("manual_backward with create_graph=True")
 def backward_with_graph(run: Run) -> None:
     class KeepsGraph(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -253,7 +251,7 @@ def weights_read_around_backward(run: Run) -> None:
     run.fit(Reads())
 
 
-@case("the same in manual optimization with two backwards", refused=PIPELINED)
+@case("the same in manual optimization with two backwards")
 def weights_read_around_two_backwards(run: Run) -> None:
     class Reads(_Manual):
         def on_before_backward(self, loss: Tensor) -> None:
@@ -317,7 +315,7 @@ def frozen_integers(run: Run) -> None:
     run.fit(HasIntegers())
 
 
-@case("a direct loss.backward() in manual optimization", refused=PIPELINED)
+@case("a direct loss.backward() in manual optimization")
 def direct_backward(run: Run) -> None:
     class Direct(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -331,7 +329,7 @@ def direct_backward(run: Run) -> None:
 
 @case(
     "a direct loss.backward() with register_post_accumulate_grad_hook",
-    refused={**dict.fromkeys(("data", "data_tp"), "training_step calls backward\\(\\) itself, and"), **PIPELINED},
+    refused={**dict.fromkeys(("data", "data_tp"), "training_step calls backward\\(\\) itself, and")},
 )
 def direct_backward_with_hook(run: Run) -> None:
     class Direct(_Manual):
@@ -352,7 +350,7 @@ def direct_backward_with_hook(run: Run) -> None:
     run.fit(Direct())
 
 
-@case("a step clears each gradient by hand, also that of a parameter without dimensions", refused=PIPELINED)
+@case("a step clears each gradient by hand, also that of a parameter without dimensions")
 def scalar_cleared_by_hand(run: Run) -> None:
     class Clears(_Manual):
         def __init__(self) -> None:

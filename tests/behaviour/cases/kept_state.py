@@ -19,10 +19,9 @@ from tests.behaviour.models import NUM_FEATURES, Classifier, Network, samples
 
 N = NUM_FEATURES
 STAGES = ("pp", "nd", "nd_tp")
-MANUAL = dict.fromkeys(STAGES, "automatic_optimization")
 
 
-@case("manual optimization calls the model between the backward and the optimizer step", refused=MANUAL)
+@case("manual optimization calls the model between the backward and the optimizer step")
 def forward_before_optimizer_step(run: Run) -> None:
     class Looks(Classifier):
         def __init__(self) -> None:
@@ -39,7 +38,7 @@ def forward_before_optimizer_step(run: Run) -> None:
     run.fit(Looks())
 
 
-@case("manual optimization takes gradients of the inputs by torch.autograd.grad", refused=MANUAL)
+@case("manual optimization takes gradients of the inputs by torch.autograd.grad")
 def gradients_of_inputs(run: Run) -> None:
     class Adversarial(Classifier):
         def __init__(self) -> None:
@@ -106,7 +105,10 @@ class _ByData(torch.optim.Optimizer):
                     param.data.add_(param.grad.data, alpha=-group["lr"])
 
 
-@case("two optimizers step one after the other, the second one of a parameter of the module itself", refused=MANUAL)
+@case(
+    "two optimizers step one after the other, the second one of a parameter of the module itself",
+    refused=dict.fromkeys(STAGES, "_ByData with pp_size=2"),
+)
 def two_optimizers_in_a_row(run: Run) -> None:
     class Two(Classifier):
         def __init__(self) -> None:

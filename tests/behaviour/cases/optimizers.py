@@ -299,7 +299,6 @@ def sharpness(run: Run) -> None:
     "a sparse embedding and SparseAdam",
     refused={
         **dict.fromkeys(HOLDS_PARTS, "SparseAdam takes sparse gradients"),
-        **dict.fromkeys(PIPELINED, "automatic_optimization"),
     },
     tolerance=1e-8,
 )

@@ -15,7 +15,6 @@ from tests.behaviour.case import Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, samples
 
 N, C = NUM_FEATURES, NUM_CLASSES
-PIPELINED = dict.fromkeys(("pp", "nd", "nd_tp"), "[Mm]anual optimization|automatic_optimization")
 
 
 class _Replay(Dataset[dict[str, Tensor]]):
@@ -107,7 +106,7 @@ def clipped_ratio(run: Run) -> None:
     run.fit(Ppo(), run.loader(_Replay()), max_epochs=2, gradient_clip_val=0.5)
 
 
-@case("an actor, two critics, a learned temperature, and targets that follow by Polyak", refused=PIPELINED)
+@case("an actor, two critics, a learned temperature, and targets that follow by Polyak")
 def soft_actor_critic(run: Run) -> None:
     class Sac(pl.LightningModule):
         def __init__(self) -> None:

@@ -81,7 +81,7 @@ def own_numpy_generator(run: Run) -> None:
     run.fit(Mixes())
 
 
-@case("module.zero_grad() in a step, as in the DCGAN tutorial", refused=dict.fromkeys(STAGES, "automatic_optimization"))
+@case("module.zero_grad() in a step, as in the DCGAN tutorial")
 def module_zero_grad_in_step(run: Run) -> None:
     class Gan(Classifier):
         def __init__(self) -> None:
@@ -293,7 +293,7 @@ def data_clamped_in_step(run: Run) -> None:
     run.fit(Clamps())
 
 
-@case("a step clears gradients by hand", refused=dict.fromkeys(STAGES, "automatic_optimization"))
+@case("a step clears gradients by hand")
 def cleared_by_hand(run: Run) -> None:
     class ByHand(Classifier):
         def __init__(self) -> None:
@@ -314,7 +314,7 @@ def cleared_by_hand(run: Run) -> None:
     run.fit(ByHand())
 
 
-@case("a step zeroes gradients by hand, in place", refused=dict.fromkeys(STAGES, "automatic_optimization"))
+@case("a step zeroes gradients by hand, in place")
 def zeroed_by_hand(run: Run) -> None:
     class ByHand(Classifier):
         def __init__(self) -> None:
