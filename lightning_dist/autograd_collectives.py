@@ -117,8 +117,7 @@ class _Exchange(torch.autograd.Function):
         result: Tensor = forward(tensor, group, dim)
         if result is tensor:
             return result.view_as(result)
-        # A view that a function of autograd returns could not be changed in place.
-        return result.data if result._is_view() else result
+        return result.data  # A view that a function of autograd returns could not be changed in place.
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:

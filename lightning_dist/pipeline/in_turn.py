@@ -427,8 +427,8 @@ def _is_called_by_strategy() -> bool:
 
 _PASSES_ON = frozenset(
     {
-        "lightning_dist.shards_in_hooks", "torch._tensor", "torch.functional", "torch.overrides",
-        "torch.utils._contextlib",
+        "lightning_dist.shards_in_hooks", torch.functional.__name__, torch.overrides.__name__,
+        Tensor.register_hook.__module__, torch.no_grad.__base__.__module__,
     }
 )  # fmt: skip
 """Modules whose functions call a function for their callers."""

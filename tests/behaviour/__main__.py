@@ -50,7 +50,7 @@ def main() -> int:
         return 0
     columns = columns_in_turn(load_cases().values())
     if options.all:
-        columns = {case.name: (*ALL, *TECHNIQUES) for case in chosen}
+        columns = {case.name: tuple(case.columns) or (*ALL, *TECHNIQUES) for case in chosen}
     elif options.strategies == "techniques":
         columns = {case.name: tuple(key for key in columns[case.name] if key in TECHNIQUES) for case in chosen}
     elif options.strategies is not None:

@@ -170,6 +170,7 @@ class Case:
             the global batch has parts under the strategy.
         strategy: Maps a column (or ``"*"`` for all) to further keyword arguments of its strategy.
         timeout_s: Time in seconds after which the case counts as hung.
+        columns: The only columns that the case is about; empty: all.
     """
 
     name: str
@@ -183,6 +184,7 @@ class Case:
     reference: str = "one"
     strategy: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timeout_s: float = 60.0
+    columns: Sequence[str] = ()
 
     def reference_for(self, column: str) -> str:
         """Return the key of :data:`REFERENCES` that ``column`` is compared with."""

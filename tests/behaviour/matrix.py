@@ -101,15 +101,22 @@ def columns_in_turn(cases: Iterable[Case]) -> dict[str, tuple[str, ...]]:
     cases, turns = list(cases), cycle(_TURNS)
     shown = set(shown_cases(case.name for case in cases))
     strategies = {
-        case.name: ALL if case.area in IN_ALL_COLUMNS or case.name in shown else next(turns) for case in cases
+        case.name: tuple(case.columns)
+        if case.columns
+        else ALL
+        if case.area in IN_ALL_COLUMNS or case.name in shown
+        else next(turns)
+        for case in cases
     }
     return {case.name: (*strategies[case.name], *_techniques_of(case, index)) for index, case in enumerate(cases)}
 
 
 def _techniques_of(case: Case, index: int) -> tuple[str, ...]:
+    if case.columns:
+        return ()
     if case.area in IN_ALL_TECHNIQUES:
         return tuple(TECHNIQUES)
-    return (*_in_turn(_ON_ANY_MODEL, index, 3), *_in_turn(_ON_VARIANTS, index, 2))
+    return (*_in_turn(_ON_ANY_MODEL, index, 2), *_in_turn(_ON_VARIANTS, index, 1))
 
 
 def _in_turn(columns: Sequence[str], index: int, number: int) -> Iterator[str]:

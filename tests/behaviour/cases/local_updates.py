@@ -121,7 +121,7 @@ _CASES: dict[str, tuple[str, Any, dict[str, float] | None, Any, float, int, int]
 
 for _name, (_title, _sync, _outer, _optimizer, _clip, _accumulate, _epochs) in _CASES.items():
 
-    @case(_title, name=_name, tolerance=TOLERANCE)
+    @case(_title, name=_name, tolerance=TOLERANCE, columns=("data",))
     def _(
         run: Run,
         sync: Any = _sync,
@@ -152,7 +152,11 @@ for _name, (_title, _sync, _outer, _optimizer, _clip, _accumulate, _epochs) in _
         run.record("weights", whole_parameters(model))
 
 
-@case("LocalSGD(2), saved after a synchronization and resumed, is the run that was not stopped", tolerance=TOLERANCE)
+@case(
+    "LocalSGD(2), saved after a synchronization and resumed, is the run that was not stopped",
+    tolerance=TOLERANCE,
+    columns=("data",),
+)
 def resumed(run: Run) -> None:
     """Compare within the strategy; the reference is trained by hand."""
 

@@ -138,11 +138,10 @@ _PAIRS: dict[str, tuple[str, dict[str, dict[str, Any]], Any, dict[str, Any]]] = 
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2},
     ),
     "in_backward": (
-        "steps in the backward with zero 1, experts and tiles; with replicas and files; with tp and checkpointing",
+        "steps in the backward with zero 1, experts and tiles; with replicas and files",
         {
             "full": {"step_in_backward": True, "zero_stage": 1, "ep_size": 2, **_TILED},
             "hybrid": {"step_in_backward": True, **_FILES, **_SELECTIVE},
-            "tp": {"step_in_backward": True, **_HALF},
         },
         adamw,
         {},
@@ -183,6 +182,6 @@ _PAIRS: dict[str, tuple[str, dict[str, dict[str, Any]], Any, dict[str, Any]]] = 
 
 for _name, (_title, _options, _optimizer, _kwargs) in _PAIRS.items():
 
-    @case(_title, name=_name, tolerance=TOLERANCE, strategy=_options)
+    @case(_title, name=_name, tolerance=TOLERANCE, strategy=_options, columns=tuple(_options))
     def _(run: Run, optimizer: Any = _optimizer, kwargs: dict[str, Any] = _kwargs) -> None:
         _train(run, optimizer, **kwargs)

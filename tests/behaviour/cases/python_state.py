@@ -18,6 +18,9 @@ from tests.behaviour.case import Run, case
 from tests.behaviour.models import VOCABULARY, tokens
 from tests.behaviour.writers import WIDTH, FeedForward, Layer, Writer
 
+STAGES = ("pp", "nd", "nd_tp")
+SPLIT = (*STAGES, "tp", "data_tp", "tp_tokens", "cp", "tiled")
+
 TOLERANCE = 1e-9
 
 
@@ -35,7 +38,11 @@ def _with_layers(make: Any) -> type[Writer]:
     return Has
 
 
-@case("the step takes the next item of an iterator that the module holds", tolerance=TOLERANCE)
+@case(
+    "the step takes the next item of an iterator that the module holds",
+    tolerance=TOLERANCE,
+    refused=dict.fromkeys(STAGES, "The step takes the next item of self"),
+)
 def iterator(run: Run) -> None:
     class Takes(Writer):
         def on_train_start(self) -> None:
@@ -49,7 +56,11 @@ def iterator(run: Run) -> None:
     _fit(run, Takes())
 
 
-@case("the step takes the next batch of a second loader, whose iterator the module holds", tolerance=TOLERANCE)
+@case(
+    "the step takes the next batch of a second loader, whose iterator the module holds",
+    tolerance=TOLERANCE,
+    refused=dict.fromkeys(STAGES, "The step takes the next item of self"),
+)
 def second_loader(run: Run) -> None:
     class Takes(Writer):
         def setup(self, stage: str) -> None:
@@ -100,7 +111,11 @@ def cached_by_step(run: Run) -> None:
     _fit(run, Caches())
 
 
-@case("a layer counts its calls in training, and its scale depends on their number", tolerance=TOLERANCE)
+@case(
+    "a layer counts its calls in training, and its scale depends on their number",
+    tolerance=TOLERANCE,
+    differs=dict.fromkeys(STAGES, "A block counts on the ranks of its stage."),
+)
 def counting_layer(run: Run) -> None:
     class Counts(Layer):
         calls = 0
@@ -115,7 +130,11 @@ def counting_layer(run: Run) -> None:
     run.record("calls", [layer.calls for layer in model.layers])
 
 
-@case("the feed-forward layer counts its calls, and its scale depends on their number", tolerance=TOLERANCE)
+@case(
+    "the feed-forward layer counts its calls, and its scale depends on their number",
+    tolerance=TOLERANCE,
+    differs=dict.fromkeys(STAGES, "A block counts on the ranks of its stage."),
+)
 def counting_mlp(run: Run) -> None:
     class Counts(FeedForward):
         calls = 0
@@ -135,7 +154,11 @@ def counting_mlp(run: Run) -> None:
     run.record("calls", [layer.mixture.shared.calls for layer in model.layers])
 
 
-@case("a layer is left out at random by Python's generator, seeded before each batch", tolerance=TOLERANCE)
+@case(
+    "a layer is left out at random by Python's generator, seeded before each batch",
+    tolerance=TOLERANCE,
+    differs=dict.fromkeys(STAGES, "Blocks draw numbers for each microbatch."),
+)
 def python_random(run: Run) -> None:
     class Drops(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +172,11 @@ def python_random(run: Run) -> None:
     _fit(run, Seeds())
 
 
-@case("a layer scales by a number of NumPy's generator, which the layer holds", tolerance=TOLERANCE)
+@case(
+    "a layer scales by a number of NumPy's generator, which the layer holds",
+    tolerance=TOLERANCE,
+    differs=dict.fromkeys(STAGES, "Blocks draw numbers for each microbatch."),
+)
 def numpy_generator(run: Run) -> None:
     class Scales(Layer):
         def __init__(self) -> None:
@@ -163,7 +190,11 @@ def numpy_generator(run: Run) -> None:
     _fit(run, _with_layers(Scales)())
 
 
-@case("the step leaves a layer out by a random.Random that the module holds", tolerance=TOLERANCE)
+@case(
+    "the step leaves a layer out by a random.Random that the module holds",
+    tolerance=TOLERANCE,
+    refused=dict.fromkeys(STAGES, "draws numbers from self.rng, a generator of its own"),
+)
 def skips_by_own_generator(run: Run) -> None:
     class Skips(Writer):
         def __init__(self) -> None:
@@ -207,6 +238,7 @@ def uncopyable(run: Run) -> None:
 @case(
     "the step writes to a file of each rank and appends to a list of the user's, outside of the module",
     tolerance=TOLERANCE,
+    differs=dict.fromkeys(SPLIT, "The step runs on tensors without values as well, before the training."),
 )
 def side_effects(run: Run) -> None:
     seen: list[int] = []
@@ -223,7 +255,11 @@ def side_effects(run: Run) -> None:
     run.record("file", (run.folder / f"steps-{run.rank}.txt").read_text())
 
 
-@case("a forward hook on a layer counts its calls, and one on the head keeps its last output", tolerance=TOLERANCE)
+@case(
+    "a forward hook on a layer counts its calls, and one on the head keeps its last output",
+    tolerance=TOLERANCE,
+    refused=dict.fromkeys(STAGES, "A tensor that is made inside head is kept"),
+)
 def forward_hooks(run: Run) -> None:
     class Hooks(Writer):
         def __init__(self) -> None:
@@ -246,7 +282,11 @@ def forward_hooks(run: Run) -> None:
     run.record("calls", model.calls)
 
 
-@case("hidden states of one batch are carried over to the next one, detached", tolerance=TOLERANCE)
+@case(
+    "hidden states of one batch are carried over to the next one, detached",
+    tolerance=TOLERANCE,
+    refused=dict.fromkeys(STAGES, "The step could not be traced on tensors without values"),
+)
 def carried_over(run: Run) -> None:
     class Carries(Writer):
         def __init__(self) -> None:
