@@ -201,7 +201,7 @@ class Case:
 OWN_GRADIENTS = "Each replica has gradients of its own, and what is done with them is not linear."
 """What differs where replicas train on their own, even if they are synchronized after each step."""
 
-ROUNDED = "Rounding errors grow, because the training diverges or its optimizer looks along a line."
+ROUNDED = "Rounding errors grow: the training diverges, its optimizer compares losses, or a number has few digits."
 """What differs where a technique sums in another order, or rounds what it sends."""
 
 CASES: dict[str, Case] = {}

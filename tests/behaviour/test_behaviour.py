@@ -45,6 +45,14 @@ FURTHER_CELLS = (
     ("split_code.hooks_of_norms", "tp_tokens"),
     ("split_code.late_probe", "tp"),
     ("blocks_by_method.method_and_call_full", "zero_1"),
+    ("manual_optimization.hooks_of_two_backwards", "zero_1"),
+    ("manual_optimization.gan", "pp"),
+    ("modules.module_functional_call", "recompute"),
+    ("freezing.input_hook", "recompute"),
+    ("python_state.counting_layer", "recompute"),
+    ("python_state.second_loader", "tp_tokens"),
+    ("python_state.forward_hooks", "tiled"),
+    ("language_weights.balancing_bias", "pp"),
 )
 """Cases of other areas, each with a column, whose code paths no other test covers."""
 

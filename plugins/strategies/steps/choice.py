@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -21,9 +22,9 @@ from lightning_dist.pipeline import SCHEDULES, Pipeline, PipelineConfig
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.steps.base import Steps
-from lightning_dist.plugins.strategies.steps.example_step import example_args, example_step, fake_step
+from lightning_dist.plugins.strategies.steps.example_step import FakeStep, example_args, example_step, fake_step
 from lightning_dist.plugins.strategies.steps.in_turn import StepsInTurn
-from lightning_dist.plugins.strategies.steps.manual_trace import manual_operations_on_fakes
+from lightning_dist.plugins.strategies.steps.manual_trace import manual_operations, manual_operations_on_fakes
 from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.steps.pipelined import PipelinedSteps
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
@@ -90,7 +91,7 @@ def _tensor_parallel(
         return replace(config, planned=split.plan)
     if layout.tp == 1:
         return config
-    step, why_not = example_step(module, trainer)
+    step, why_not = _step_to_plan_by(module, trainer)
     return replace(config, step=step, why_no_step=why_not)
 
 
@@ -107,7 +108,7 @@ def _context_parallel(
         return replace(config, planned=split.plan)
     if layout.cp == 1:
         return config
-    step, why_not = example_step(module, trainer)
+    step, why_not = _step_to_plan_by(module, trainer)
     return replace(config, step=step, why_no_step=why_not)
 
 
@@ -120,8 +121,14 @@ def _tiling(
         return replace(config, planned=tiling.plan)
     if not config:
         return config
-    step, why_not = example_step(module, trainer)
+    step, why_not = _step_to_plan_by(module, trainer)
     return replace(config, step=step, why_no_step=why_not)
+
+
+def _step_to_plan_by(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | None, str]:
+    """Return the step that ``trainer`` is about to run, and why there is none, as ``example_step`` does."""
+    around = nullcontext if module.automatic_optimization else partial(manual_operations, module)
+    return example_step(module, trainer, around)
 
 
 def _pipeline(

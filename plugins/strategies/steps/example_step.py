@@ -41,7 +41,9 @@ Its first argument makes a fake of a tensor. The optional argument ``on_log`` is
 logs; with ``is_in_run=True``, the hooks that precede the step run first, and the module has optimizers."""
 
 
-def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | None, str]:
+def example_step(
+    module: LightningModule, trainer: Trainer, around: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> tuple[FakeStep | None, str]:
     """Return the step that ``trainer`` is about to run, with a batch from its loader.
 
     This is a collective over all processes.
@@ -49,6 +51,7 @@ def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | 
     Args:
         module: The user's module.
         trainer: The Trainer that is about to run the module.
+        around: Function that makes a context in which the step runs.
 
     Returns:
         The step and an empty string, or None and the reason why no batch could be made.
@@ -56,7 +59,7 @@ def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | 
     args, why_not = example_args(trainer)
     if why_not:
         return None, why_not
-    return fake_step(module, trainer, _compat.step_name(trainer), args, {}), ""
+    return fake_step(module, trainer, _compat.step_name(trainer), args, {}, around), ""
 
 
 def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
@@ -156,9 +159,10 @@ def _as_in_a_run(module: LightningModule, name: str, args: tuple[Any, ...]) -> I
     hooks: list[tuple[str, tuple[Any, ...]]] = [(hook, ()) for hook in (*before, f"on_{kind}_start")]
     hooks += [(f"on_{kind}_epoch_start", ()), (f"on_{kind}_batch_start", args)]
     own = vars(module).get("optimizers")
-    with suppress(Exception):
-        made = _compat.made_optimizers(module)
-        vars(module)["optimizers"] = lambda use_pl_optimizer=True: made[0] if len(made) == 1 else made
+    if own is None:
+        with suppress(Exception):
+            made = _compat.made_optimizers(module)
+            vars(module)["optimizers"] = lambda use_pl_optimizer=True: made[0] if len(made) == 1 else made
     try:
         for hook, given in hooks:
             if is_overridden(hook, module):

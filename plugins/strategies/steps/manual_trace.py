@@ -17,24 +17,41 @@ from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.collectives import stand_ins_for_collectives
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 
-__all__ = ["manual_operations_on_fakes"]
+__all__ = ["manual_operations", "manual_operations_on_fakes"]
 
 
 @contextmanager
 def manual_operations_on_fakes(module: LightningModule, tracing: StepTracing) -> Iterator[None]:
+    """Let a step of manual optimization be traced on fakes in this context, for a pipeline.
+
+    Args:
+        module: The user's module, whose tensors are fakes.
+        tracing: Object whose ``is_active`` says that a step is traced.
+    """
+    tracing.is_active, was_active = True, tracing.is_active
+    try:
+        with stand_ins_for_collectives(tracing.peers), manual_operations(module, refuse_gradients_of_parts):
+            yield
+    finally:
+        tracing.is_active = was_active
+
+
+@contextmanager
+def manual_operations(module: LightningModule, check_grad: Callable[..., None] | None = None) -> Iterator[None]:
     """Let a step of manual optimization run on fakes in this context.
 
     A backward gives every trained parameter a gradient without values. Optimizers and schedulers do not step.
 
     Args:
         module: The user's module, whose tensors are fakes.
-        tracing: Object whose ``is_active`` says that a step is traced.
+        check_grad: Function that is called with the names of parameters by their id, and with the arguments of each
+            call of ``torch.autograd.grad``; None: nothing is checked.
     """
     optimizers: list[_FakeOptimizer] = []
     with suppress(Exception):  # The run itself raises the error of configure_optimizers.
         optimizers = [_FakeOptimizer(optimizer) for optimizer in _compat.made_optimizers(module)]
 
-    backwards = _FakeBackwards(module)
+    backwards = _FakeBackwards(module, check_grad)
     methods: dict[str, Callable[..., Any]] = {
         "optimizers": lambda use_pl_optimizer=True: optimizers[0] if len(optimizers) == 1 else optimizers,
         "lr_schedulers": lambda: _Ignored(),
@@ -45,12 +62,10 @@ def manual_operations_on_fakes(module: LightningModule, tracing: StepTracing) ->
     }
     before = {name: vars(module)[name] for name in methods if name in vars(module)}
     vars(module).update(methods)
-    tracing.is_active, was_active = True, tracing.is_active
     try:
-        with stand_ins_for_collectives(tracing.peers), backwards:
+        with backwards:
             yield
     finally:
-        tracing.is_active = was_active
         for name in methods:
             vars(module).pop(name, None)
         vars(module).update(before)
@@ -61,10 +76,12 @@ class _FakeBackwards(TorchFunctionMode):
 
     Args:
         module: The user's module, whose tensors are fakes.
+        check_grad: As for :func:`manual_operations`.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, check_grad: Callable[..., None] | None) -> None:
         super().__init__()
+        self._check_grad = check_grad
         self._params = dict(module.named_parameters())
 
     def run(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +95,8 @@ class _FakeBackwards(TorchFunctionMode):
         if func in (Tensor.backward, torch.autograd.backward):
             return self.run()
         if func is torch.autograd.grad:
-            refuse_gradients_of_parts({id(param): name for name, param in self._params.items()}, *args, **kwargs)
+            if self._check_grad is not None:
+                self._check_grad({id(param): name for name, param in self._params.items()}, *args, **kwargs)
             inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
             return tuple(map(torch.zeros_like, [inputs] if isinstance(inputs, Tensor) else inputs))
         return func(*args, **kwargs)
