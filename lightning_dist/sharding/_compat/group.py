@@ -361,6 +361,16 @@ class ShardedGroup(ParameterGroup):
         """
         self.is_gathered_for_step = True
         self._group.reshard_after_backward = False
+        disable = cast(Callable[[Any], Any], torch.compiler.disable)
+        for module in self._group.modules:
+            parts = set(module.modules())
+            own = [param for param in self._params if param.place[0] in parts]
+            module.register_forward_pre_hook(disable(partial(self._follow_requires_grad, own)), prepend=True)
+
+    def _follow_requires_grad(self, params: Sequence[ShardedParam], *unused: Any) -> None:
+        """Copy ``requires_grad`` if the step has set it on shards since they were gathered, as toggling does."""
+        if any(param.whole.requires_grad != param.shard.requires_grad for param in params):
+            self.copy_requires_grad()
 
     def inside_backward(self) -> None:
         """Reduce the gradients when those of the modules' inputs are known, unless the group waits for the end."""
