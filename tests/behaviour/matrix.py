@@ -116,7 +116,7 @@ def _techniques_of(case: Case, index: int) -> tuple[str, ...]:
         return ()
     if case.area in IN_ALL_TECHNIQUES:
         return tuple(TECHNIQUES)
-    return (*_in_turn(_ON_ANY_MODEL, index, 2), *_in_turn(_ON_VARIANTS, index, 1))
+    return (*_in_turn(_ON_ANY_MODEL, index, 1), *_in_turn(_ON_VARIANTS, index, 1))
 
 
 def _in_turn(columns: Sequence[str], index: int, number: int) -> Iterator[str]:
