@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.behaviour.case import Run, case
+from tests.behaviour.case import OWN_GRADIENTS, Run, case
 from tests.behaviour.models import Classifier
 
 _STAGES = ("pp", "nd", "nd_tp")
@@ -44,7 +44,11 @@ _WHOLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 for _name, (_which, _function) in _WHOLE.items():
 
-    @case(f"a hook calls full_tensor() of states, weights and gradients {_which}", name=f"full_tensor_{_name}")
+    @case(
+        f"a hook calls full_tensor() of states, weights and gradients {_which}",
+        name=f"full_tensor_{_name}",
+        differs={"local": OWN_GRADIENTS},
+    )
     def _(run: Run, whole: Callable[[Any], Any] = _function) -> None:
         class Reads(_Momentum):
             def on_train_batch_end(self, *args: Any) -> None:
