@@ -121,6 +121,8 @@ class ShardsInHooks(TorchFunctionMode):
             return self._in_place(func, name, args, kwargs)
         if name in RETURNS_RANDOM and (shards := _shards((args, kwargs))):
             return self._drawn(func, name, shards, args, kwargs)
+        if name == "__deepcopy__" and isinstance(args[0], DTensor):
+            return _deep_copy(*args)
         if name == "new_empty" and args and isinstance(args[0], DTensor):
             # Functions of torch.nn.init change its shape in place, which torch cannot do with shards.
             return func(args[0].to_local(), *args[1:], **kwargs)
@@ -373,6 +375,17 @@ def _shards(value: Any) -> list[DTensor]:
 def _groups_of(tensor: DTensor) -> list[dist.ProcessGroup]:
     mesh = tensor.device_mesh
     return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
+    """Return a copy of a shard with its gradient, which ``Tensor.__deepcopy__`` cannot copy inside of a mode."""
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+        if tensor.is_leaf and tensor.grad is not None:
+            memo[id(tensor)].grad = tensor.grad.detach().clone()
+    result: DTensor = memo[id(tensor)]
+    return result
 
 
 def _is_unable(error: RuntimeError) -> bool:

@@ -369,7 +369,7 @@ class ShardedGroup(ParameterGroup):
 
     def _follow_requires_grad(self, params: Sequence[ShardedParam], *unused: Any) -> None:
         """Copy ``requires_grad`` if the step has set it on shards since they were gathered, as toggling does."""
-        if any(param.whole.requires_grad != param.shard.requires_grad for param in params):
+        if self.is_gathered and any(param.whole.requires_grad != param.shard.requires_grad for param in params):
             self.copy_requires_grad()
 
     def inside_backward(self) -> None:

@@ -45,7 +45,11 @@ def set_after_backward(run: Run) -> None:
     run.fit(Sets())
 
 
-@case("a callback logs the gradients' norms at the end of each batch", **_refused(r"Norms\.on_train_batch_end"))
+@case(
+    "a callback logs the gradients' norms at the end of each batch",
+    **_refused(r"Norms\.on_train_batch_end"),
+    differs={"local": OWN_GRADIENTS},
+)
 def norms_of_gradients(run: Run) -> None:
     class Norms(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:

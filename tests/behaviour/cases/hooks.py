@@ -280,7 +280,7 @@ def clipping_by_hand(run: Run) -> None:
     run.fit(Clips())
 
 
-@case("configure_gradient_clipping adapts each gradient to its weight (AGC)")
+@case("configure_gradient_clipping adapts each gradient to its weight (AGC)", differs={"local": OWN_GRADIENTS})
 def adaptive_clipping(run: Run) -> None:
     class Adapts(Classifier):
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
