@@ -31,6 +31,7 @@ def main() -> int:
         " areas run only one or two, in turn, and some of the techniques, in turn",
     )
     parser.add_argument("--all", action="store_true", help="run every case under every strategy and technique")
+    parser.add_argument("--missing", action="store_true", help="run what is not among the stored results")
     parser.add_argument("--jobs", type=int, default=2, help="number of cases that run at the same time")
     parser.add_argument(
         "--write",
@@ -55,6 +56,10 @@ def main() -> int:
         columns = {case.name: tuple(key for key in columns[case.name] if key in TECHNIQUES) for case in chosen}
     elif options.strategies is not None:
         columns = {case.name: tuple(options.strategies.split(",")) for case in chosen}
+    if options.missing:
+        known = Results.read().cells
+        columns = {name: tuple(c for c in row if c not in known.get(name, {})) for name, row in columns.items()}
+        chosen = [case for case in chosen if columns[case.name]]
     fork_server("tests.preload_more")
     start = time.monotonic()
     pools = [WorkerPool() for _ in range(options.jobs)]

@@ -144,7 +144,10 @@ def parts_of_gradients(run: Run) -> None:
     "on_train_batch_end adds this rank's mean of the batch to a weight",
     reference="ddp",
     refused=dict.fromkeys(("full", "hybrid", "nd"), "writes values into a sharded tensor that are not the same on all"),
-    differs={"data": "Each rank keeps what its hook writes, as under ddp; check_replicas_every_n_steps finds it."},
+    differs=dict.fromkeys(
+        ("data", "compressed", "local"),
+        "Each rank keeps what its hook writes, as under ddp; check_replicas_every_n_steps finds it.",
+    ),
 )
 def own_values_into_weights(run: Run) -> None:
     class Adds(Classifier):
