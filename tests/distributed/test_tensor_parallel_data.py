@@ -23,11 +23,22 @@ from tests.pool import WorkerPool
 from tests.split_models import LanguageModel
 
 
+class KeptDropout(nn.Dropout):
+    """Keep the last mask; a hook that does so would keep the layers around it whole."""
+
+    mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.mask = result.detach() == 0
+        return result
+
+
 class Block(nn.Module):
     def __init__(self, dim: int = 24) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 40), nn.Linear(40, dim)
-        self.hidden, self.residual = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.hidden, self.residual = KeptDropout(0.5), KeptDropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.residual(self.down(self.hidden(functional.gelu(self.up(self.norm(x))))))
@@ -53,17 +64,11 @@ class Dropping(LanguageModel):
 def dropped(sequence_parallel: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Train, and return the last mask of each dropout layer, and the final weights."""
     torch.manual_seed(int(os.environ["RANK"]))  # A user may seed the ranks differently.
-    model, masks = Dropping(), {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout):
-
-            def keep(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
-                masks[name] = output.detach() == 0
-
-            module.register_forward_hook(keep)
+    model = Dropping()
     strategy = TensorParallelStrategy(2, sequence_parallel=sequence_parallel)
     make_trainer("2x2", strategy=strategy, max_steps=3).fit(model)
-    return {name: mask.cpu().numpy() for name, mask in masks.items()}, weights_of(model)
+    dropouts = {name: module for name, module in model.named_modules() if isinstance(module, KeptDropout)}
+    return {name: module.mask.cpu().numpy() for name, module in dropouts.items()}, weights_of(model)
 
 
 def test_dropout_agrees_on_ranks_with_the_same_activations_and_differs_on_others(pool: WorkerPool) -> None:
