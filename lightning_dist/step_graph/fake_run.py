@@ -70,6 +70,8 @@ class FailureReason(str):
     @property
     def is_of_own_code(self) -> bool:
         """Return whether a line of the user's code has raised the exception, and not torch or this package."""
+        if isinstance(self.error, AttributeError) and isinstance(self.error.obj, nn.Module):
+            return True  # torch raises it for the user's line.
         last = _last_frame(self.error)
         package = "" if last is None else last.tb_frame.f_globals.get("__name__", "").partition(".")[0]
         return bool(package) and package not in ("torch", "lightning_dist")
