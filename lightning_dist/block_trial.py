@@ -307,4 +307,4 @@ def _copied(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, {id(value): value for value in values if isinstance(value, _UNCOPYABLE)})
 
 
-_UNCOPYABLE = (type(threading.Lock()), type(threading.RLock()), io.IOBase, types.GeneratorType, types.ModuleType)
+_UNCOPYABLE = (type(threading.Lock()), type(threading.RLock()), io.IOBase, types.ModuleType)

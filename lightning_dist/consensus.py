@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -220,3 +220,16 @@ def check_agreement(what: str, text: str) -> None:
                 " which must be the same on every rank: does either depend on the rank, on random numbers, or on what"
                 f" is in this rank's part of the batch? Rank 0: ...{first}... Rank {rank}: ...{second}..."
             )
+
+
+def union_over_ranks(names: Iterable[str]) -> list[str]:
+    """Return the names that any rank gives, in the same order on all ranks. This is a collective over all processes.
+
+    Where a plan depends on the names, ranks with other names would call other collectives, and hang.
+
+    Args:
+        names: This rank's names.
+    """
+    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, sorted(names))
+    return sorted({name for of_rank in of_ranks for name in of_rank})

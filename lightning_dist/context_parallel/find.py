@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist._compat import NORM, ForeignHooks, tree_leaves
+from lightning_dist._compat import NORM, tree_leaves
 from lightning_dist.block_trial import kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.context_parallel.attention import is_attention
 from lightning_dist.context_parallel.plan import ATTENTIONS, AttentionKind, ContextPlan, SequenceSplitError, SplitBlock
 from lightning_dist.context_parallel.split_arguments import describe_options, dim_of_tokens
-from lightning_dist.context_parallel.split_blocks import named_inside
 from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.context_parallel.trial import Trial
 from lightning_dist.experts import without_dispatch
 from lightning_dist.step_graph import Dataflow, argument_of, find_chains, hidden_key, record_step
 from lightning_dist.step_graph.dataflow import Call
 from lightning_dist.units import Unit
+from lightning_dist.users_hooks import hooked_inside, hooked_modules
 
 __all__ = ["ContextParallelConfig", "find_context_plan"]
 
@@ -191,6 +191,7 @@ class _Finder:
         """Return the names of the modules after the block ``last`` that compute token by token."""
         last_call = self._calls[last]
         hidden = argument_of(last_call, split.hidden)
+        hooked = hooked_modules(self._root, self._flow)
         found: list[str] = []
         for call in self._flow.calls[self._flow.calls.index(last_call) + 1 :]:
             if call.name in found or any(
@@ -206,7 +207,7 @@ class _Finder:
             if not given.shape[:-1] == hidden.shape[:-1] == call.output.shape[:-1]:
                 continue
             module = self._root.get_submodule(call.name)
-            if ForeignHooks(named_inside(call.name, module)).find() or self._flow.leaks.get(call.name):
+            if hooked_inside(call.name, hooked, itself=True) or self._flow.leaks.get(call.name):
                 continue
             if type(module) not in _TOKEN_BY_TOKEN:
                 trial = Trial(module, call, self._group, self._device)

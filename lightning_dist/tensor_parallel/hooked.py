@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_dist._compat import ForeignHooks, has_foreign_hooks
+from lightning_dist._compat import ForeignHooks
 from lightning_dist.step_graph import Dataflow, tensors_in
 from lightning_dist.step_graph.dataflow import sources
 from lightning_dist.tensor_parallel.plan import Entry, PlanError, SplitSequence
+from lightning_dist.users_hooks import hooked_inside, hooked_modules
 
 if TYPE_CHECKING:
     from lightning_dist.tensor_parallel.infer import LayerGroup
@@ -24,16 +25,16 @@ SPLITS_FEATURES = ("colwise", "packed_colwise")
 class SeenByHooks:
     """Find the layers whose features are seen by the hooks of a model's modules.
 
+    A hook on one rank counts on all ranks, which must find the same plan. Creating an instance is a collective over
+    all processes.
+
     Args:
         root: The model, not split yet.
         dataflow: The record of a step of the model; None: only hooks on the layers themselves are found.
     """
 
     def __init__(self, root: nn.Module, dataflow: Dataflow | None) -> None:
-        hooked = {name for name, module in root.named_modules() if name and has_foreign_hooks(module)}
-        if dataflow is not None:
-            hooked |= dataflow.hooked
-        self._seen: dict[str, set[str]] = {name: set() for name in sorted(hooked)}
+        self._seen: dict[str, set[str]] = {name: set() for name in hooked_modules(root, dataflow)}
         for call in dataflow.calls if dataflow is not None and self._seen else ():
             if call.name in self._seen:
                 self._seen[call.name] |= _features_seen(call.args, call.kwargs, call.output)
@@ -55,7 +56,7 @@ class SeenByHooks:
 
     def inside(self, name: str) -> str:
         """Return the name of a module with a hook among ``name`` and the modules inside of it; empty: there is none."""
-        return next((hooked for hooked in self._seen if f"{hooked}.".startswith(f"{name}.")), "")
+        return hooked_inside(name, list(self._seen), itself=True)
 
 
 def modules_that_see_parts(

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dist._compat import ForeignHooks, has_foreign_hooks
 from lightning_dist.block_trial import BlockTrial, kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.experts import find_experts, without_dispatch
 from lightning_dist.step_graph import Dataflow, record_step, tensors_in
 from lightning_dist.step_graph.dataflow import sources
 from lightning_dist.tiling.plan import TilingConfig, TilingError, TilingPlan
-from lightning_dist.tiling.tiles import TOKENS, inside_of, tiled
+from lightning_dist.tiling.tiles import TOKENS, tiled
 from lightning_dist.units import Unit
+from lightning_dist.users_hooks import hooked_inside, hooked_modules
 
 __all__ = ["find_tiling_plan"]
 
@@ -88,6 +88,7 @@ class _Finder:
         self._why_not = why_not
         self._calls = {call.name: call for call in reversed(flow.calls)}
         self._answers: dict[object, str] = {}
+        self._hooked = hooked_modules(root, flow)
 
     def mlps(self, size: int) -> tuple[str, ...]:
         """Return the names of the MLPs inside of blocks.
@@ -132,7 +133,7 @@ class _Finder:
         num_layers = sum(param.ndim > 1 for param in module.parameters())
         if num_layers < 2 or widest <= given.shape[-1]:
             return _NO_MLP
-        if hooked := ForeignHooks({f"{name}.{inner}": each for inner, each in inside_of(module)}).find():
+        if hooked := hooked_inside(name, self._hooked, itself=False):
             return f"has a hook inside, on {hooked}, which would be called for each tile"
         if functions := self._flow.leaks.get(name):
             some = ", ".join(sorted(functions)[:3])
@@ -178,7 +179,7 @@ class _Finder:
                 continue
             head = self._root.get_submodule(name)
             why_not = "" if type(head) is nn.Linear else self._tried(name)
-            if has_foreign_hooks(head):
+            if name in self._hooked:
                 why_not = "has a hook, which needs all logits"
             if why_not:
                 reasons.append(f"{name} {why_not}")

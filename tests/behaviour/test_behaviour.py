@@ -42,6 +42,7 @@ FURTHER_CELLS = (
     ("uneven_ranks.unused_before_used", "full"),
     ("sharing_and_weights.post_accumulate_hooks", "data"),
     ("split_code.penalty_in_hook", "tp"),
+    ("split_code.hook_of_rank_0", "tp"),
     ("split_code.hooks_of_norms", "tp_tokens"),
     ("split_code.late_probe", "tp"),
     ("blocks_by_method.method_and_call_full", "zero_1"),

@@ -157,6 +157,20 @@ _HOOKS = {
     "hook_for_a_while": ("a block has a hook for two batches", ForAWhile),
 }
 
+
+@case("rank 0 alone has a hook inside of a block")
+def hook_of_rank_0(run: Run) -> None:
+    model = Model()
+    shapes: list[Any] = []
+
+    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+        shapes.append(out.shape)
+
+    if run.rank == 0:
+        model.net[2].up.register_forward_hook(keep)
+    run.fit(model)
+
+
 _REFUSED = {
     "penalty_in_hook": dict.fromkeys(STAGES, ESCAPES),
     "hooks_of_norms": dict.fromkeys(STAGES, ESCAPES),

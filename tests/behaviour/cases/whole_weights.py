@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_dist import full_parameters
-from tests.behaviour.case import HOLDS_PARTS, Run, case
+from tests.behaviour.case import HOLDS_PARTS, OWN_GRADIENTS, Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, Classifier
 
 
@@ -214,7 +214,7 @@ def histograms_of_shards(run: Run) -> None:
     run.record("sums", model.seen)
 
 
-@case("grad_norm(self, 2) in on_before_optimizer_step")
+@case("grad_norm(self, 2) in on_before_optimizer_step", differs={"local": OWN_GRADIENTS})
 def lightning_grad_norm(run: Run) -> None:
     class Norms(Inside):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
