@@ -60,6 +60,7 @@ class ParallelConfig:
         sync: How replicas that train on their own are synchronized; None: they reduce their gradients in every step.
         offload: What is kept outside of the device's memory; None: nothing.
         step_in_backward: Whether optimizers update parameters while the backward runs.
+        expert_capacity: Largest number of tokens that a rank sends to an expert; None: all are sent.
     """
 
     units: Sequence[str] | None = None
@@ -77,6 +78,18 @@ class ParallelConfig:
     sync: SyncConfig | None = None
     offload: OffloadConfig | None = None
     step_in_backward: bool = False
+    expert_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a capacity that is no number of tokens.
+
+        Raises:
+            ValueError: If ``expert_capacity`` is less than 1.
+        """
+        if self.expert_capacity is not None and (type(self.expert_capacity) is not int or self.expert_capacity < 1):
+            raise ValueError(
+                f"expert_capacity={self.expert_capacity!r} must be a number of tokens, 1 or more, or None for no limit."
+            )
 
     def for_shards(self) -> dict[str, object]:
         """Return the arguments that differ from their defaults and have an effect only if parameters are sharded."""
@@ -173,10 +186,11 @@ def _techniques(
         techniques.append(Offload(config.offload, mesh.device_type))
     if config.step_in_backward:
         techniques.append(StepInBackward())
-    experts = _expert_plan(module, layout, mesh, config.tensor_parallel)
+    experts = _expert_plan(module, layout, mesh, config)
     if experts.forms:
         meshes = layout.expert_meshes(mesh, within_replica)
-        techniques.append(ExpertParallel(module, experts, *meshes, layout.build_expert_group(meshes[1])))
+        everyone = layout.build_expert_group(meshes[1])
+        techniques.append(ExpertParallel(module, experts, *meshes, everyone, config.expert_capacity))
         stays_as_stored = config.offload is None and config.sharding.param_dtype is None
         if layout.num_shards > 1 and meshes[0].size() == 1 and stays_as_stored:
             techniques.append(Replication(*meshes, kind="experts"))  # FSDP2 would copy them without need.
@@ -209,15 +223,26 @@ def _techniques(
     return techniques
 
 
-def _expert_plan(
-    module: nn.Module, layout: ParallelLayout, mesh: DeviceMesh, config: TensorParallelConfig
-) -> ExpertPlan:
-    """Return the plan by which experts are distributed over ``ep`` and ``tp``."""
+def _expert_plan(module: nn.Module, layout: ParallelLayout, mesh: DeviceMesh, config: ParallelConfig) -> ExpertPlan:
+    """Return the plan by which experts are distributed over ``ep`` and ``tp``.
+
+    Raises:
+        ValueError: If experts cannot be distributed, or a capacity is given for experts that compute all tokens.
+    """
     if layout.ep == layout.tp == 1:
         return ExpertPlan({}, {})
-    styles = {name: entry.style for name, entry in resolve_plan(module, config.plan).items() if entry.source == "user"}
+    user_plan = resolve_plan(module, config.tensor_parallel.plan)
+    styles = {name: entry.style for name, entry in user_plan.items() if entry.source == "user"}
     device = torch.device(mesh.device_type)
-    return find_expert_plan(module, layout.ep, layout.tp, device, styles, config.is_strict)
+    plan = find_expert_plan(module, layout.ep, layout.tp, device, styles, config.tensor_parallel.is_strict)
+    dense = [name for name, form in plan.forms.items() if form == "dense"]
+    if config.expert_capacity is not None and dense:
+        raise ValueError(
+            f"expert_capacity={config.expert_capacity}: each expert of {dense[0]}"
+            f" ({type(module.get_submodule(dense[0])).__name__}) computes all tokens, so that none is left out. Use"
+            " expert_capacity=None."
+        )
+    return plan
 
 
 def _refuse_dtensors(module: nn.Module) -> None:

@@ -60,6 +60,8 @@ class TestModule(pl.LightningModule):
     def make_optimizer(self, params: Any) -> torch.optim.Optimizer:
         if self.hparams.optimizer == "adamw":
             return torch.optim.AdamW(params, lr=1e-3)
+        if self.hparams.optimizer == "foreach_adamw":
+            return torch.optim.AdamW(params, lr=1e-3, foreach=True)
         if self.hparams.optimizer == "fused_adamw":
             return torch.optim.AdamW(params, lr=1e-3, fused=True)
         if self.hparams.optimizer == "plain_sgd":

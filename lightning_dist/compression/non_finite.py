@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from lightning_dist._compat import without_step_hooks
 from lightning_dist.collectives import any_of_flags
 from lightning_dist.deferred_read import DeferredRead
 
@@ -27,7 +29,8 @@ class NonFiniteGradients:
     On the CPU, the host knows before the optimizer step, and the caller skips it. On an accelerator, the host would
     have to wait for the backward. If all optimizers are fused, they are given the result as ``found_inf`` on the
     device, as ``torch.amp.GradScaler`` does, and skip the step by themselves; the host reads the result two steps
-    later. A scaler of losses does all this itself. Only optimizers that are not fused make the host wait.
+    later. A scaler of losses does all this itself. Only optimizers that are not fused make the host wait; those of
+    torch become fused where the user has left the choice to torch.
 
     Creating an instance is a collective over all processes.
 
@@ -53,10 +56,19 @@ class NonFiniteGradients:
         return self._device.type != "cpu" and (self._scales_losses or are_fused)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Keep ``optimizer``, to which results are given, and return a function that forgets it."""
+        """Keep ``optimizer``, to which results are given, and return a function that forgets it.
+
+        On an accelerator, it becomes fused if it can. It stays fused afterwards.
+        """
         self._optimizers.append(optimizer)
+        loaded = None
+        if self._device.type != "cpu" and not self._scales_losses and _may_become_fused(optimizer, self._device):
+            _make_fused(optimizer)
+            loaded = optimizer.register_load_state_dict_post_hook(_make_fused)
 
         def forget() -> None:
+            if loaded is not None:
+                loaded.remove()
             self._optimizers.remove(optimizer)
             vars(optimizer).pop("found_inf", None)
 
@@ -100,3 +112,34 @@ _WITH_FOUND_INF = (optim.Adagrad, optim.Adam, optim.AdamW, optim.SGD)
 def _is_fused(optimizer: Optimizer) -> bool:
     """Return whether an optimizer reads ``found_inf``."""
     return isinstance(optimizer, _WITH_FOUND_INF) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _may_become_fused(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether torch may choose how an optimizer steps, and has a fused step for its parameters."""
+    groups = optimizer.param_groups
+    if type(optimizer) not in _WITH_FOUND_INF or any(
+        group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+        for group in groups
+    ):
+        return False
+    params = [param for group in groups for param in group["params"]]
+    try:
+        for dtype in {param.dtype for param in params}:
+            tried = torch.zeros(1, dtype=dtype, device=device, requires_grad=True)
+            tried.grad = torch.zeros_like(tried)
+            make: Any = type(optimizer)
+            with without_step_hooks():
+                make([tried], fused=True).step()
+    except RuntimeError:  # The device or the dtype has no such step.
+        return False
+    return all(param.device.type == device.type for param in params)
+
+
+def _make_fused(optimizer: Optimizer) -> None:
+    """Let an optimizer take fused steps from now on, also if a state was loaded from a run without them."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(param.device, torch.float32)

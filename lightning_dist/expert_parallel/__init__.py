@@ -7,6 +7,7 @@ model, routers included, runs as written.
 
 - ``find``: Finds the modules that hold stacked experts, and tries whether a part of the experts can compute alone.
 - ``dispatch``: Sends tokens to the ranks of their experts, and their results back.
+- ``capacity``: Does the same with a limit on the tokens of an expert, so that no size depends on values.
 - ``same_tokens``: Computes the experts of this rank where all ranks have the same tokens.
 - ``expert_parallel``: Defines the technique.
 """

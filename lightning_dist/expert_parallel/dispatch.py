@@ -1,8 +1,9 @@
 """Send tokens to the ranks that have their experts, and the results back.
 
 The exchanges are all-to-alls with unequal parts, as in GShard (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668),
-but without a limit on the tokens of an expert, so that none is dropped. A layer exchanges the routed tokens twice in
-the forward and twice in the backward; before that, ranks tell each other how many tokens each expert gets.
+but without a limit on the tokens of an expert, so that none is left out; ``capacity`` has such a limit. A layer
+exchanges the routed tokens twice in the forward and twice in the backward; before that, ranks tell each other how many
+tokens each expert gets.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from lightning_dist.traffic import count_sent
 
 __all__ = [
     "Compute",
+    "Pairs",
     "Routed",
     "add_up_weighted",
+    "all_to_all",
     "compute_dense",
     "compute_routed",
     "count_tokens",
@@ -41,6 +44,21 @@ class Routed(NamedTuple):
     """The output of the module, on the rank of each token."""
     num_tokens: Tensor
     """For each expert of the whole module, the number of this rank's tokens that it got, on the device."""
+
+
+class Pairs(NamedTuple):
+    """Say which token, for which of its experts, has each row of a tensor.
+
+    Args:
+        numbers: The number of each row's pair of a token and an expert, ``token * k + choice``, of shape ``(m,)``. No
+            pair is there twice.
+        shape: The shape ``(n, k)`` of the experts of all tokens.
+        has_gaps: Whether some of the numbers are ``n * k``, which stands for no pair.
+    """
+
+    numbers: Tensor
+    shape: torch.Size
+    has_gaps: bool = False
 
 
 def compute_routed(
@@ -75,25 +93,26 @@ def compute_routed(
     assert counts is not None
     if hidden.device.type == "cpu":  # Tokens are selected while the counts are under way.
         per_expert = sent.tolist()
-        selected = select(hidden, places[: sum(per_expert)], index.shape, group)
+        pairs = Pairs(places[: sum(per_expert)], index.shape)
+        selected = select(hidden, pairs, group)
         counts.wait()
         from_experts = received.tolist()
     else:  # The host waits for the device once.
         counts.wait()
         per_expert, from_experts = torch.stack((sent, received)).tolist()
-        selected = select(hidden, places[: sum(per_expert)], index.shape, group)
-    places = places[: sum(per_expert)]  # Pairs of a token and no expert come last in the order, and are left out.
+        pairs = Pairs(places[: sum(per_expert)], index.shape)  # Pairs of a token and no expert come last in the order.
+        selected = select(hidden, pairs, group)
     to_ranks = [sum(part) for part in _chunks(per_expert, ranks)]
     from_ranks = [sum(part) for part in _chunks(from_experts, ranks)]
-    there = partial(_all_to_all, sent=to_ranks, received=from_ranks)
-    back = partial(_all_to_all, sent=from_ranks, received=to_ranks)
+    there = partial(all_to_all, sent=to_ranks, received=from_ranks)
+    back = partial(all_to_all, sent=from_ranks, received=to_ranks)
     tokens = exchange(selected, group, 0, there, back)
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local = local.repeat_interleave(received, output_size=sum(from_ranks))
     ones = torch.ones((len(tokens), 1), dtype=weights.dtype, device=weights.device)
     results = outputs_of(compute, params, tokens, local.to(index.dtype)[:, None], ones)
     results = exchange(results, group, 0, back, there)
-    return Routed(add_up_weighted(results, weights, places, group), sent)
+    return Routed(add_up_weighted(results, weights, pairs, group), sent)
 
 
 def compute_dense(
@@ -118,8 +137,8 @@ def compute_dense(
         dist.all_to_all_single(received, sent, group=group)
         lengths = received.tolist()
     to_ranks, from_ranks = [own * per_expert] * ranks, [own * length for length in lengths]
-    there = partial(_all_to_all, sent=to_ranks, received=from_ranks)
-    back = partial(_all_to_all, sent=from_ranks, received=to_ranks)
+    there = partial(all_to_all, sent=to_ranks, received=from_ranks)
+    back = partial(all_to_all, sent=from_ranks, received=to_ranks)
     tokens = exchange(hidden, group, 0, there, back)
     if not len(tokens):
         results = outputs_of(compute, params, tokens)
@@ -150,69 +169,85 @@ def _chunks(values: Sequence[int], number: int) -> list[Sequence[int]]:
     return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
-def select(tokens: Tensor, places: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
-    """Return the token of each pair of a token and an expert, of shape ``(m, features)``.
+def select(tokens: Tensor, pairs: Pairs, group: dist.ProcessGroup) -> Tensor:
+    """Return the token of each pair of a token and an expert, of shape ``(m, features)``; no pair gets zeros.
 
     The gradient of a token is the sum over its pairs, in the same order on all ranks.
 
     Args:
         tokens: Tokens of shape ``(n, features)``.
-        places: The number of each pair, ``token * k + choice``, of shape ``(m,)``; none is there twice.
-        shape: The shape ``(n, k)`` of the experts of each token.
+        pairs: The pairs whose tokens are selected.
         group: Process group of the ranks, which exchange nothing here.
     """
-    rows = places // shape[-1]
-    return exchange(
-        tokens, group, 0, lambda each, *_: each.index_select(0, rows), lambda each, *_: _add_up(each, places, shape)
-    )
+    return exchange(tokens, group, 0, lambda each, *_: _rows_of(each, pairs), lambda each, *_: _add_up(each, pairs))
 
 
-def add_up_weighted(values: Tensor, weights: Tensor, places: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _rows_of(tokens: Tensor, pairs: Pairs) -> Tensor:
+    """Return what :func:`select` returns, without a backward."""
+    rows = pairs.numbers // pairs.shape[-1]
+    if not pairs.has_gaps:
+        return tokens.index_select(0, rows)
+    if not len(tokens):
+        return tokens.new_zeros((len(rows), *tokens.shape[1:]))
+    is_gap = (rows == len(tokens))[:, None]
+    return tokens.index_select(0, rows.clamp(max=len(tokens) - 1)).masked_fill_(is_gap, 0)
+
+
+def add_up_weighted(values: Tensor, weights: Tensor, pairs: Pairs, group: dist.ProcessGroup) -> Tensor:
     """Return for each token the weighted sum of ``values`` of its experts, of shape ``(n, features)``.
 
     The order of the sum is always the same, so that ranks which compute the same tokens get the same bits.
     ``index_add`` does not promise this on a GPU.
 
     Args:
-        values: A row for each pair of a token and an expert that computes it, of shape ``(m, features)``.
-        weights: The weights of the pairs, of shape ``(n, k)``. Pairs without a row add nothing.
-        places: As for :func:`select`.
+        values: A row for each of ``pairs``, of shape ``(m, features)``.
+        weights: The weights of all tokens' experts, of shape ``(n, k)``. Those without a row add nothing.
+        pairs: The pairs of a token and an expert that has computed it.
         group: As for :func:`select`.
     """
-    result: Tensor = _WeightedSum.apply(values, weights, places, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _WeightedSum.apply(values, weights, pairs, group)  # type: ignore[no-untyped-call]
     return result
 
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weights: Tensor, places: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(values, weights, places)
-        ctx.group = group
-        return _add_up(values, places, weights.shape, weights)
+    def forward(ctx: Any, values: Tensor, weights: Tensor, pairs: Pairs, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(values, weights, pairs.numbers)
+        ctx.has_gaps, ctx.group = pairs.has_gaps, group
+        return _add_up(values, pairs, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        values, weights, places = ctx.saved_tensors
-        of_pairs = select(gradient, places, weights.shape, ctx.group)
-        of_values = (of_pairs * weights.reshape(-1)[places][:, None]).to(values.dtype)
+        values, weights, numbers = ctx.saved_tensors
+        pairs = Pairs(numbers, weights.shape, ctx.has_gaps)
+        of_pairs = select(gradient, pairs, ctx.group)
+        of_values = (of_pairs * _weights_of(pairs, weights)).to(values.dtype)
         if not ctx.needs_input_grad[1]:
             return of_values, None, None, None
         products = (of_pairs * values).sum(-1).to(weights.dtype)
-        of_weights = products.new_zeros(weights.numel()).index_copy(0, places, products)
-        return of_values, of_weights.view_as(weights), None, None
+        of_weights = products.new_zeros(weights.numel() + pairs.has_gaps).index_copy(0, numbers, products)
+        return of_values, of_weights[: weights.numel()].view_as(weights), None, None
 
 
-def _add_up(values: Tensor, places: Tensor, shape: torch.Size, weights: Tensor | None = None) -> Tensor:
+def _weights_of(pairs: Pairs, weights: Tensor) -> Tensor:
+    """Return the weight of each pair, of shape ``(m, 1)``; no pair gets 0."""
+    flat = functional.pad(weights.reshape(-1), (0, 1)) if pairs.has_gaps else weights.reshape(-1)
+    return flat[pairs.numbers][:, None]
+
+
+def _add_up(values: Tensor, pairs: Pairs, weights: Tensor | None = None) -> Tensor:
     """Return what :func:`add_up_weighted` returns, without a backward; ``weights`` of None are all 1."""
-    if len(places) == shape.numel() and (weights is None or weights.dtype == values.dtype):
-        rows = torch.empty_like(places)
-        rows[places] = torch.arange(len(places), device=places.device)
+    numbers, number = pairs.numbers, pairs.shape.numel()
+    is_every = len(numbers) == number and not pairs.has_gaps
+    if is_every and (weights is None or weights.dtype == values.dtype):
+        rows = torch.empty_like(numbers)
+        rows[numbers] = torch.arange(number, device=numbers.device)
         # This reads the values once, where a product and a sum would write them again.
-        return functional.embedding_bag(rows.view(shape), values, mode="sum", per_sample_weights=weights)
+        return functional.embedding_bag(rows.view(pairs.shape), values, mode="sum", per_sample_weights=weights)
     if weights is not None:
-        values = (values * weights.reshape(-1)[places][:, None]).to(values.dtype)
-    every = values.new_zeros((shape.numel(), values.size(-1)))
-    return every.index_copy_(0, places, values).view(*shape, -1).sum(1)
+        values = (values * _weights_of(pairs, weights)).to(values.dtype)
+    every = values.new_zeros((number + pairs.has_gaps, values.size(-1)))
+    return every.index_copy_(0, numbers, values)[:number].view(*pairs.shape, -1).sum(1)
 
 
 def outputs_of(compute: Compute, params: Sequence[Tensor], tokens: Tensor, *routing: Tensor) -> Tensor:
@@ -238,7 +273,7 @@ def outputs_of(compute: Compute, params: Sequence[Tensor], tokens: Tensor, *rout
     return (tokens + sum(reached).to(tokens.dtype) if reached else tokens).to(dtype)  # type: ignore[union-attr]
 
 
-def _all_to_all(
+def all_to_all(
     tensor: Tensor, group: dist.ProcessGroup, dim: int, sent: Sequence[int], received: Sequence[int]
 ) -> Tensor:
     """Send rows of ``tensor`` to each rank, and return the rows of all ranks in their order.

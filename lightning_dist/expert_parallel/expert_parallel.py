@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist import _compat
 from lightning_dist.autograd_collectives import copy_all_to
+from lightning_dist.expert_parallel.capacity import LeftOut, compute_within_capacity
 from lightning_dist.expert_parallel.dispatch import Compute, Routed, compute_dense, compute_routed, count_tokens
 from lightning_dist.expert_parallel.find import ExpertPlan, Form
 from lightning_dist.expert_parallel.same_tokens import (
@@ -82,6 +83,8 @@ class ExpertParallel(Technique):
         sharding_mesh: The mesh that FSDP2 works on for experts.
         mesh: The mesh ``(ep,)``, ``(ep, tp)`` or ``(tp,)`` over which experts are distributed.
         group: Process group of all ranks of ``mesh``.
+        capacity: Largest number of tokens that a rank sends to an expert in a forward of a training step; the others
+            are left out. None: all tokens are sent.
     """
 
     def __init__(
@@ -91,10 +94,13 @@ class ExpertParallel(Technique):
         sharding_mesh: DeviceMesh,
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
+        capacity: int | None = None,
     ) -> None:
         _compat.group_by_mesh()
         _compat.accept_sequential_redistribution()
         self.plan = plan
+        self.capacity = capacity
+        self._left_out = None if capacity is None else LeftOut(capacity)
         self._root = root
         self._sharding_mesh = sharding_mesh
         self._mesh = mesh
@@ -193,6 +199,8 @@ class ExpertParallel(Technique):
         if self._root.training and not _compat.is_in_backward():
             before = experts.num_tokens
             experts.num_tokens = routed.num_tokens if before is None else before + routed.num_tokens
+            if self._left_out is not None:
+                self._left_out.add(routed.num_tokens)
         return routed.output.view(shape)
 
     def _compute(self, experts: _Experts, given: Sequence[Tensor]) -> Routed:
@@ -232,9 +240,18 @@ class ExpertParallel(Technique):
             of_each = torch.full((total,), len(given[0]) // total, device=given[0].device)
             return Routed(compute(given[0]), of_each)
         hidden, index, weights = given
+        if sent_over is not None and self._capacity_now is not None:
+            return compute_within_capacity(
+                hidden, index, weights, compute, params, total, self._capacity_now, sent_over
+            )
         if sent_over is not None:
             return compute_routed(hidden, index, weights, compute, params, total, sent_over)
         return Routed(compute(hidden, index, weights), count_tokens(index, total))
+
+    @property
+    def _capacity_now(self) -> int | None:
+        """Return the capacity in a training step; evaluations leave no token out."""
+        return self.capacity if self._root.training else None
 
     def _compute_own(self, experts: _Experts, compute: Compute, params: Sequence[Tensor], *given: Tensor) -> Tensor:
         """Compute the outputs of the experts that the ranks of ``tp``, which have the same tokens, have together."""
@@ -242,7 +259,8 @@ class ExpertParallel(Technique):
         if experts.form == "dense":
             return compute_own_dense(given[0], compute, number, tp)
         hidden, index, weights = given
-        return compute_own_routed(hidden, index, weights, compute, params, number, tp)
+        capacity = self._capacity_now and self._capacity_now * self.num_ranks
+        return compute_own_routed(hidden, index, weights, compute, params, number, capacity, tp)
 
     def _gathered(self, experts: _Experts, key: str) -> DTensor:
         """Return a parameter of a module without FSDP2's sharding, which the module or its stand-in holds now.
@@ -361,6 +379,11 @@ class ExpertParallel(Technique):
                     whole[key] = nn.Parameter(self._gathered(experts, key).full_tensor(), held.requires_grad)
         return whole
 
+    def after_optimizer_step(self) -> None:
+        """Warn when tokens are left out for the first time."""
+        if self._left_out is not None:
+            self._left_out.warn_once()
+
     def total_norm(self, gradients: Sequence[Tensor], order: float) -> Tensor:
         """Return the norm of the gradients of experts and of other parameters, which are on different meshes.
 
@@ -371,16 +394,18 @@ class ExpertParallel(Technique):
     def metrics(self, num_steps: int) -> dict[str, float]:
         """Return what this rank sends in a step to experts, and how unequally its tokens use them.
 
-        The latter is the largest number of this rank's tokens that an expert of a layer got, divided by the mean over
-        the layer's experts, and averaged over layers: 1 if all experts get equally many.
+        The latter is the largest number of this rank's tokens that were meant for an expert of a layer, divided by the
+        mean over the layer's experts, and averaged over layers: 1 if all experts get equally many. With a capacity, the
+        fraction of the tokens that were left out is returned as well.
         """
         counts = [experts.num_tokens.tolist() for experts in self._experts.values() if experts.num_tokens is not None]
         for experts in self._experts.values():
             experts.num_tokens = None
         loads = [max(numbers) * len(numbers) / sum(numbers) for numbers in counts if sum(numbers)]
+        of_capacity = {} if self._left_out is None else {"experts/left_out": self._left_out.take()}
         sent = sum(traffic.take() for traffic in self._traffic) / num_steps / 2**20
         of_ep = {} if self._ep is None else {"comm/ep_mib_per_step": sent}
-        return {**of_ep, "experts/max_over_mean": sum(loads) / max(len(loads), 1)}
+        return {**of_ep, **of_capacity, "experts/max_over_mean": sum(loads) / max(len(loads), 1)}
 
     def table_rows(self) -> Rows:
         """Return rows of the start-up table that show which experts are distributed, and why others are not."""
@@ -395,5 +420,7 @@ class ExpertParallel(Technique):
                 "experts",
                 f"{number // ranks} of {number} on each of {ranks} ranks ({over}), in {num_layers} layers{where}",
             )
+        if self.capacity is not None:
+            yield "", f"an expert computes at most {self.capacity} tokens of a rank in a forward of a training step"
         for name, reason in self.plan.left.items() if self._tp is None else ():  # The plan of tp has these reasons.
             yield "", f"{name} has all experts on each rank: {reason}"

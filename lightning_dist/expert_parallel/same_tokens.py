@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_dist.autograd_collectives import copy_all_to, copy_to, gather, split, sum_from
-from lightning_dist.expert_parallel.dispatch import Compute, add_up_weighted, outputs_of, select
+from lightning_dist.expert_parallel.capacity import experts_of_places, places_of_experts
+from lightning_dist.expert_parallel.dispatch import Compute, Pairs, add_up_weighted, outputs_of, select
 
 __all__ = ["compute_own_dense", "compute_own_routed", "gather_tokens", "split_tokens"]
 
@@ -27,6 +28,7 @@ def compute_own_routed(
     compute: Compute,
     params: Sequence[Tensor],
     num_experts: int,
+    capacity: int | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts. This is a collective over ``group``.
@@ -38,6 +40,7 @@ def compute_own_routed(
         compute: Function that computes this rank's experts.
         params: The parameters with which ``compute`` computes.
         num_experts: Number of experts on all ranks together.
+        capacity: Largest number of tokens that an expert computes; None: each computes all of its tokens.
         group: Process group of the ranks.
     """
     number = num_experts // group.size()
@@ -46,13 +49,16 @@ def compute_own_routed(
         hidden, weights = copy_all_to([hidden, weights], group)
     else:
         hidden = copy_to(hidden, group)
-    rows, choices = ((index >= first) & (index < first + number)).nonzero(as_tuple=True)
-    places = rows * index.size(-1) + choices
-    tokens = select(hidden, places, index.shape, group)
-    own_index = index[rows, choices][:, None] - first
+    if capacity is None:
+        rows, choices = ((index >= first) & (index < first + number)).nonzero(as_tuple=True)
+        pairs = Pairs(rows * index.size(-1) + choices, index.shape)
+        own_index = index[rows, choices][:, None] - first
+    else:
+        pairs = places_of_experts(index, first, number, capacity)
+        own_index = experts_of_places(number, capacity, 1, index)
     ones = torch.ones(own_index.shape, dtype=weights.dtype, device=weights.device)
-    results = outputs_of(compute, params, tokens, own_index, ones)
-    return sum_from(add_up_weighted(results, weights, places, group), group)
+    results = outputs_of(compute, params, select(hidden, pairs, group), own_index, ones)
+    return sum_from(add_up_weighted(results, weights, pairs, group), group)
 
 
 def compute_own_dense(hidden: Tensor, compute: Compute, num_experts: int, group: dist.ProcessGroup) -> Tensor:

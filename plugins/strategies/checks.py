@@ -98,6 +98,9 @@ def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> No
     if layout.cp == 1 and config.context_parallel.attention != "auto":
         asked = f"attention={config.context_parallel.attention!r}"
         rank_zero_warn(f"{asked} has no effect: cp_size is 1, so that no sequence is split.")
+    if layout.ep == layout.tp == 1 and config.expert_capacity is not None:
+        asked = f"expert_capacity={config.expert_capacity}"
+        rank_zero_warn(f"{asked} has no effect: ep_size and tp_size are 1, so that no experts are distributed.")
 
 
 def refuse_step_in_backward(config: ParallelConfig, layout: ParallelLayout, trainer: Trainer) -> None:

@@ -30,6 +30,9 @@ class ContextParallelStrategy(MeshStrategy):
         split_evaluations: Whether blocks run on parts of the sequence in validation, test and predict steps as well.
         ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of the product of
             ``dp_shard_size`` and ``cp_size`` (expert parallelism). None: 1.
+        expert_capacity: Largest number of tokens that a process sends to one expert in a forward of a training step.
+            The others are left out for this expert, so that all sizes are known beforehand, and no host waits for
+            numbers of tokens. None: all tokens are sent.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
@@ -43,6 +46,7 @@ class ContextParallelStrategy(MeshStrategy):
         attention: str = "auto",
         split_evaluations: bool = False,
         ep_size: int | None = None,
+        expert_capacity: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -50,7 +54,8 @@ class ContextParallelStrategy(MeshStrategy):
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
         self._ep_size = ep_size
-        self._config = replace(self._config, context_parallel=ContextParallelConfig(attention, split_evaluations))
+        split = ContextParallelConfig(attention, split_evaluations)
+        self._config = replace(self._config, context_parallel=split, expert_capacity=expert_capacity)
 
     def _requested_sizes(self) -> dict[str, int]:
         cp, shard = self._cp_size, self._dp_shard_size

@@ -24,6 +24,9 @@ class FullShardStrategy(MeshStrategy):
             gradients as with 1, which sends least in an accumulation.
         ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of ``dp_shard_size``
             (expert parallelism). None: 1.
+        expert_capacity: Largest number of tokens that a process sends to one expert in a forward of a training step.
+            The others are left out for this expert, so that all sizes are known beforehand, and no host waits for
+            numbers of tokens. None: all tokens are sent.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
 
     Raises:
@@ -33,7 +36,12 @@ class FullShardStrategy(MeshStrategy):
     strategy_name = "full_shard"
 
     def __init__(
-        self, dp_shard_size: int | None = None, zero_stage: int | None = None, ep_size: int | None = None, **kwargs: Any
+        self,
+        dp_shard_size: int | None = None,
+        zero_stage: int | None = None,
+        ep_size: int | None = None,
+        expert_capacity: int | None = None,
+        **kwargs: Any,
     ) -> None:
         if zero_stage not in (None, 1, 2, 3):
             raise ValueError(f"zero_stage={zero_stage!r} must be 1, 2 or 3, or None.")
@@ -45,6 +53,7 @@ class FullShardStrategy(MeshStrategy):
                 )
             kwargs["reshard_after_forward"] = zero_stage == 3
         super().__init__(**kwargs)
+        self._config = replace(self._config, expert_capacity=expert_capacity)
         if zero_stage in (1, 2):
             self._config = replace(self._config, sharding=replace(self._config.sharding, merges_units=True))
         self._dp_shard_size = dp_shard_size

@@ -30,6 +30,9 @@ class NDParallelStrategy(PipelineParallelStrategy):
         cp_size: Number of processes that a sequence is split over (context parallelism). None: 1.
         ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of the product of
             ``dp_shard_size`` and ``cp_size`` (expert parallelism). None: 1.
+        expert_capacity: Largest number of tokens that a process sends to one expert in a forward of a training step.
+            The others are left out for this expert, so that all sizes are known beforehand, and no host waits for
+            numbers of tokens. None: all tokens are sent.
         num_microbatches: Number of microbatches that a rank's part of the batch is split into. None: it is derived from
             the batch size.
         schedule: Name of the pipeline's schedule.
@@ -71,6 +74,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         async_tensor_parallel: bool = False,
         attention: str = "auto",
         split_evaluations: bool = False,
+        expert_capacity: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -84,6 +88,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
             self._config,
             tensor_parallel=splitting,
             context_parallel=ContextParallelConfig(attention, split_evaluations),
+            expert_capacity=expert_capacity,
         )
 
     def _requested_sizes(self) -> dict[str, int]:

@@ -43,6 +43,9 @@ class TensorParallelStrategy(MeshStrategy):
         ep_size: Number of processes over which experts are distributed (expert parallelism), a divisor of
             ``dp_shard_size``. Experts are distributed over ``tp`` as well, if ``ep_size * tp_size`` divides their
             number. None: 1.
+        expert_capacity: Largest number of tokens that a process sends to one expert in a forward of a training step.
+            The others are left out for this expert, so that all sizes are known beforehand, and no host waits for
+            numbers of tokens. None: all tokens are sent.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
@@ -59,6 +62,7 @@ class TensorParallelStrategy(MeshStrategy):
         loss_parallel: bool | None = None,
         async_tensor_parallel: bool = False,
         ep_size: int | None = None,
+        expert_capacity: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -67,7 +71,7 @@ class TensorParallelStrategy(MeshStrategy):
         self._dp_replicate_size = dp_replicate_size
         self._ep_size = ep_size
         splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel, async_tensor_parallel)
-        self._config = replace(self._config, tensor_parallel=splitting)
+        self._config = replace(self._config, tensor_parallel=splitting, expert_capacity=expert_capacity)
 
     def _requested_sizes(self) -> dict[str, int]:
         tp, shard = self._tp_size, self._dp_shard_size

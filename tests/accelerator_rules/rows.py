@@ -112,6 +112,12 @@ _PLAIN: dict[str, tuple[Callable[..., Any], str, int]] = {
     ),
     "expert parallel": (lambda **kwargs: FullShardStrategy(ep_size=2, **kwargs), "deep_mixtral", 2),
     "expert parallel, grouped products": (lambda **kwargs: FullShardStrategy(ep_size=2, **kwargs), "grouped_moe", 2),
+    "expert parallel, grouped products and capacity": (
+        lambda **kwargs: FullShardStrategy(ep_size=2, expert_capacity=8, **kwargs), "grouped_moe", 2,
+    ),
+    "experts over tp, grouped products and capacity": (
+        lambda **kwargs: TensorParallelStrategy(2, expert_capacity=8, **kwargs), "grouped_moe", 2,
+    ),
 }  # fmt: skip
 ROWS: dict[str, Row] = {}
 for _name, (_make, _model, _size) in _PLAIN.items():
@@ -134,5 +140,9 @@ ROWS["hybrid_shard, int8"] = Row(
     lambda **kwargs: HybridShardStrategy(2, 2, compression=_COMPRESSORS[2], **kwargs), "llama", 4
 )
 ROWS["full_shard, stream"] = replace(ROWS["full_shard"], is_stream=True)
+ROWS["data_parallel, int8, AdamW"] = replace(ROWS["data_parallel, int8"], optimizer="adamw")
 ROWS["data_parallel, int8, fused optimizer"] = replace(ROWS["data_parallel, int8"], optimizer="fused_adamw")
+ROWS["data_parallel, int8, optimizer that is not fused"] = replace(
+    ROWS["data_parallel, int8"], optimizer="foreach_adamw"
+)
 """All rows by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,8 +20,8 @@ from tests.models import GPT
 from tests.pool import RankFailed, WorkerPool
 
 
-def overflow() -> tuple[list[bool], int, list[str]]:
-    """Train by a fused optimizer, with a gradient that is not finite in the third step of one rank."""
+def overflow(**options: bool) -> tuple[list[bool], int, list[str]]:
+    """Train by AdamW with ``options``, with a gradient that is not finite in the third step of one rank."""
     changed: list[bool] = []
 
     class Poisoned(GPT):
@@ -29,7 +30,7 @@ def overflow() -> tuple[list[bool], int, list[str]]:
             return loss * float("nan") if batch_idx == 2 and self.trainer.global_rank == 1 else loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, **options)
 
     class Record(pl.Callback):
         before: Any = None
@@ -52,12 +53,49 @@ def overflow() -> tuple[list[bool], int, list[str]]:
     return changed, compression.num_skipped_steps, texts
 
 
-def test_fused_optimizers_skip_a_step_with_a_gradient_that_is_not_finite(simulated: WorkerPool) -> None:
-    for rank, (changed, num_skipped, texts) in enumerate(simulated.run(overflow, 2)):
+@pytest.mark.parametrize("options", [{"fused": True}, {}])
+def test_fused_optimizers_skip_a_step_with_a_gradient_that_is_not_finite(
+    simulated: WorkerPool, options: dict[str, bool]
+) -> None:
+    for rank, (changed, num_skipped, texts) in enumerate(simulated.run(overflow, 2, **options)):
         assert changed[0] and not changed[1]  # The third step, of which the second change is the result, is skipped.
         assert changed[-2:] == [True, True]  # The compressor has forgotten what was not finite.
         assert num_skipped == changed.count(False) >= 1
         assert len(texts) == (num_skipped if rank == 0 else 0)
+
+
+def choose(folder: Path) -> list[Any]:
+    """Train with compression by optimizers that leave the choice to torch, or do not, and resume a run without it.
+
+    Returns:
+        For each optimizer, the option ``fused`` of its group after the run; then, of the resumed run, the option, the
+        kind of device of a parameter's number of steps, and this number.
+    """
+    seen: list[Any] = []
+    for make in (
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        lambda params: torch.optim.Adam(params, foreach=False),
+        lambda params: torch.optim.AdamW(params, fused=False),
+        lambda params: torch.optim.RMSprop(params),
+    ):
+        model = GPT()
+        model.make_optimizer = make  # type: ignore[method-assign]
+        trainer = make_trainer("auto", strategy=DataParallelStrategy(compression="bf16"), max_steps=1)
+        trainer.fit(model)
+        seen.append(trainer.optimizers[0].param_groups[0].get("fused"))
+    trainer = make_trainer("auto", strategy=DataParallelStrategy(), max_steps=2)
+    trainer.fit(GPT(optimizer="adamw"))
+    trainer.save_checkpoint(folder / "run.ckpt")
+    trainer = make_trainer("auto", strategy=DataParallelStrategy(compression="bf16"), max_steps=4)
+    trainer.fit(GPT(optimizer="adamw"), ckpt_path=folder / "run.ckpt")
+    (optimizer,) = trainer.optimizers
+    step = next(iter(optimizer.state.values()))["step"]
+    return [*seen, optimizer.param_groups[0]["fused"], step.device.type != "cpu", float(step)]
+
+
+def test_optimizers_become_fused_where_torch_may_choose(simulated: WorkerPool, tmp_path: Path) -> None:
+    for of_rank in simulated.run(choose, 2, tmp_path):
+        assert of_rank == [True, None, False, None, True, True, 4.0]
 
 
 class Clamped(GPT):

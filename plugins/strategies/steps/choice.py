@@ -235,6 +235,13 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
             f"An earlier Trainer has made this {type(existing.module).__name__} parallel with ep_size={found_ep}, which"
             f" cannot be changed to {layout.ep}. Make a new one, and load the weights from a checkpoint."
         )
+    found_capacity = None if distributed is None else distributed.capacity
+    if distributed is not None and config.expert_capacity != found_capacity:
+        raise MisconfigurationException(
+            f"An earlier Trainer has made this {type(existing.module).__name__} parallel with"
+            f" expert_capacity={found_capacity}, which cannot be changed to {config.expert_capacity}. Make a new one,"
+            " and load the weights from a checkpoint."
+        )
     pipeline = existing.get(Pipeline)
     was = None if pipeline is None else pipeline.config
     is_cut = layout.pp > 1 and any(True for _ in existing.module.parameters())
