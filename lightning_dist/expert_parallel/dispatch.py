@@ -247,7 +247,7 @@ def _add_up(values: Tensor, pairs: Pairs, weights: Tensor | None = None) -> Tens
     if weights is not None:
         values = (values * _weights_of(pairs, weights)).to(values.dtype)
     every = values.new_zeros((number + pairs.has_gaps, values.size(-1)))
-    return every.index_copy_(0, numbers, values)[:number].view(*pairs.shape, -1).sum(1)
+    return every.index_copy_(0, numbers, values)[:number].view(*pairs.shape, values.size(-1)).sum(1)
 
 
 def outputs_of(compute: Compute, params: Sequence[Tensor], tokens: Tensor, *routing: Tensor) -> Tensor:
