@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist._compat import base_of, own_buffers, own_parameters, tree_leaves
+from lightning_dist.pipeline.remote_value import RemoteParameter
 from lightning_dist.step_graph import Leaf, TraceError, tensors_in
 from lightning_dist.step_graph.tensor_reads import READS, TEXTS
 from lightning_dist.tensor_state import is_remote
@@ -105,7 +106,11 @@ def seeming_here(modules: Iterable[nn.Module], device: torch.device) -> Iterator
         modules: The modules that hold the tensors; their submodules are not included.
         device: The device that the tensors report.
     """
-    seeming: dict[type[Tensor], type[Tensor]] = {nn.Parameter: _SeemingParameter, Tensor: _SeemingBuffer}
+    seeming: dict[type[Tensor], type[Tensor]] = {
+        nn.Parameter: _SeemingParameter,
+        RemoteParameter: _SeemingParameter,
+        Tensor: _SeemingBuffer,
+    }
     by_id = {
         id(tensor): tensor
         for module in modules

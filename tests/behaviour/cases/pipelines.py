@@ -380,6 +380,19 @@ def device_of_parameters(run: Run) -> None:
     run.fit(Makes())
 
 
+@case("a step makes tensors on next(self.parameters()).device after a hook has read the parameters of all stages")
+def device_after_a_hook(run: Run) -> None:
+    class Makes(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.size = float(sum(param.norm() for param in self.parameters()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            shift = torch.full_like(batch[0], 0.1, device=next(self.parameters()).device)
+            return functional.cross_entropy(self(batch[0] + shift), batch[1])
+
+    run.fit(Makes())
+
+
 @case(
     "logs and metrics before the first layer, where the last rank has two stages",
     strategy={column: {"schedule": "interleaved_1f1b"} for column in STAGES},
