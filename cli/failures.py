@@ -23,7 +23,7 @@ from lightning_dist.cli.errors import (
     users_line,
 )
 from lightning_dist.cli.messages import interpolation, original
-from lightning_dist.consensus import is_consequence
+from lightning_dist.mesh.consensus import is_consequence
 
 _USER_MISTAKES = (
     ValueError,

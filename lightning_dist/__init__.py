@@ -9,12 +9,12 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from lightning_dist.after_import import call_after_import
-from lightning_dist.torch_load import read_directories
+from lightning_dist.run.after_import import call_after_import
+from lightning_dist.run.torch_load import read_directories
 
 if TYPE_CHECKING:
     __version__: str
-    from lightning_dist.layout import ParallelLayout
+    from lightning_dist.mesh.layout import ParallelLayout
     from lightning_dist.parallel_module import full_parameters
     from lightning_dist.plugins.callbacks import FaultTolerance
     from lightning_dist.plugins.global_batch import per_rank_batch_size
@@ -59,7 +59,7 @@ if not TYPE_CHECKING:
         "Float8Precision": "plugins.precision",
         "MLflowLogger": "plugins.loggers",
         "MeshPrecision": "plugins.precision",
-        "ParallelLayout": "layout",
+        "ParallelLayout": "mesh.layout",
         "check": "plugins.parity_check",
         "full_parameters": "parallel_module",
         "per_rank_batch_size": "plugins.global_batch",
@@ -81,9 +81,9 @@ if not TYPE_CHECKING:
 
 
 def _extend_lightning() -> None:
+    from lightning_dist.checkpoint.whole_files import install
     from lightning_dist.plugins.strategies import register
     from lightning_dist.plugins.versions import warn_of_other_versions
-    from lightning_dist.whole_files import install
 
     warn_of_other_versions()
     register()

@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_dist._compat import around_backwards
-from lightning_dist.consensus import timed_barrier
-from lightning_dist.initialization import materialize, materialize_attributes
-from lightning_dist.parameter_group import ParameterGroup, gather_in_turn
-from lightning_dist.replaced_parameters import ReplacedParameters
-from lightning_dist.step_gradients import StepGradients
-from lightning_dist.technique import Points, Technique
-from lightning_dist.technique_states import TechniqueStates
-from lightning_dist.units import Unit
-from lightning_dist.whole_files import register, whole_state_dicts
+from lightning_dist.checkpoint.whole_files import register, whole_state_dicts
+from lightning_dist.mesh.consensus import timed_barrier
+from lightning_dist.model.initialization import materialize, materialize_attributes
+from lightning_dist.model.units import Unit
+from lightning_dist.parameters.group import ParameterGroup, gather_in_turn
+from lightning_dist.parameters.replaced import ReplacedParameters
+from lightning_dist.parameters.step_gradients import StepGradients
+from lightning_dist.techniques.protocol import Points, Technique
+from lightning_dist.techniques.states import TechniqueStates
 
 __all__ = ["NotInStepError", "ParallelModule", "full_parameters", "parallelized", "parallelized_around"]
 
@@ -83,8 +83,9 @@ class ParallelModule:
     Args:
         module: The user's module, which is changed in place. Its weights are equal on all ranks and on the mesh's
             device, or they are on the meta device.
-        units: All units of the module, from :func:`lightning_dist.units.find_units`; every parameter is in exactly one.
-        techniques: The techniques, from the outside in (see :mod:`lightning_dist.technique`).
+        units: All units of the module, from :func:`lightning_dist.model.units.find_units`; every parameter is in
+            exactly one.
+        techniques: The techniques, from the outside in (see :mod:`lightning_dist.techniques.protocol`).
         mesh: The mesh over which the batch is split and gradients are reduced.
     """
 

@@ -11,31 +11,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.activation_checkpointing import ActivationCheckpointing, CheckpointingMode
-from lightning_dist.audit import FirstStepAudit
-from lightning_dist.compilation import Compilation, CompileConfig
-from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
-from lightning_dist.context_parallel import ContextParallel, ContextParallelConfig, find_context_plan
-from lightning_dist.deferred_init import deferred_init
-from lightning_dist.expert_parallel import ExpertParallel, ExpertPlan, find_expert_plan
-from lightning_dist.float32_modules import Float32Modules, refuse_other_patterns
-from lightning_dist.initialization import agree_on_operations, agreed_seed, broadcast_weights
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.offload import Offload, OffloadConfig
-from lightning_dist.original_module import OriginalModule
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.model.deferred_init import deferred_init
+from lightning_dist.model.initialization import agree_on_operations, agreed_seed, broadcast_weights
+from lightning_dist.model.original_module import OriginalModule
+from lightning_dist.model.units import MIN_NUM_PARAMS, Unit, find_units
 from lightning_dist.parallel_module import ParallelModule
-from lightning_dist.pipeline import Pipeline, PipelineConfig
-from lightning_dist.replicas import ReplicaComparison
-from lightning_dist.replication import Replication
-from lightning_dist.same_buffers import SameBuffers
-from lightning_dist.scalar_reads import read_whole_scalars
-from lightning_dist.scalars import Scalars
-from lightning_dist.sharding import Sharding, ShardingConfig
-from lightning_dist.step_in_backward import StepInBackward
-from lightning_dist.technique import Technique
-from lightning_dist.tensor_parallel import TensorParallel, TensorParallelConfig, find_plan, resolve_plan
-from lightning_dist.tiling import Tiling, TilingConfig, find_tiling_plan
-from lightning_dist.units import MIN_NUM_PARAMS, Unit, find_units
+from lightning_dist.parameters.scalar_reads import read_whole_scalars
+from lightning_dist.techniques.activation_checkpointing import ActivationCheckpointing, CheckpointingMode
+from lightning_dist.techniques.audit import FirstStepAudit
+from lightning_dist.techniques.compilation import Compilation, CompileConfig
+from lightning_dist.techniques.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
+from lightning_dist.techniques.context_parallel import ContextParallel, ContextParallelConfig, find_context_plan
+from lightning_dist.techniques.expert_parallel import ExpertParallel, ExpertPlan, find_expert_plan
+from lightning_dist.techniques.float32_modules import Float32Modules, refuse_other_patterns
+from lightning_dist.techniques.offload import Offload, OffloadConfig
+from lightning_dist.techniques.pipeline import Pipeline, PipelineConfig
+from lightning_dist.techniques.protocol import Technique
+from lightning_dist.techniques.replicas import ReplicaComparison
+from lightning_dist.techniques.replication import Replication
+from lightning_dist.techniques.same_buffers import SameBuffers
+from lightning_dist.techniques.scalars import Scalars
+from lightning_dist.techniques.sharding import Sharding, ShardingConfig
+from lightning_dist.techniques.step_in_backward import StepInBackward
+from lightning_dist.techniques.tensor_parallel import TensorParallel, TensorParallelConfig, find_plan, resolve_plan
+from lightning_dist.techniques.tiling import Tiling, TilingConfig, find_tiling_plan
 
 __all__ = ["ParallelConfig", "parallelize"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_dist.cli.arguments import ArgumentParser
 from lightning_dist.cli.errors import BAD_CONFIGURATION, print_error
 from lightning_dist.cli.mlflow_pages import comparison_page, how_to_open
-from lightning_dist.tracking_uri import chosen_tracking_uri
+from lightning_dist.run.tracking_uri import chosen_tracking_uri
 
 _DESCRIPTION = """\
 Compare runs that MLflow holds: their different parameters, their metrics side by side, and their curves.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_dist.cli.compare.measures import is_compared
 from lightning_dist.cli.errors import closest
-from lightning_dist.tracking_uri import SQLITE, absolute_uri, sqlite_file
+from lightning_dist.run.tracking_uri import SQLITE, absolute_uri, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -10,8 +10,8 @@
 - ``tensors``: Reads and changes tensors and DTensors.
 - ``trees``: Flattens, rebuilds and maps nested containers of tensors.
 
-The names were checked with torch 2.13. Those of FSDP2 are in ``lightning_dist.sharding._compat``. "Replaced by" says
-which public feature of torch would make a function here unnecessary.
+The names were checked with torch 2.13. Those of FSDP2 are in ``lightning_dist.techniques.sharding._compat``. "Replaced
+by" says which public feature of torch would make a function here unnecessary.
 """
 
 from lightning_dist._compat.autograd import (

@@ -38,7 +38,7 @@ from lightning_dist.checkpoint.manifest import (
 from lightning_dist.checkpoint.snapshot import Snapshot, put_back, references, unpickled
 from lightning_dist.checkpoint.storage import CheckpointStorage, Reader
 from lightning_dist.checkpoint.tensors import merged, own_parts, read_tensors, write_tensors
-from lightning_dist.consensus import OtherRankError, raise_on_all_ranks
+from lightning_dist.mesh.consensus import OtherRankError, raise_on_all_ranks
 
 __all__ = [
     "LoadedCheckpoint",

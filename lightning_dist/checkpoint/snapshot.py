@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import module_versions, set_module_versions
 from lightning_dist.checkpoint.manifest import CheckpointError
-from lightning_dist.tensor_state import is_remote
+from lightning_dist.model.tensor_state import is_remote
 
 __all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapshot", "unpickled", "with_metadata"]
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_dist._compat import module_versions, tree_map
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.checkpoint.snapshot import with_metadata
-from lightning_dist.tensor_state import is_remote
+from lightning_dist.model.tensor_state import is_remote
 
 __all__ = ["OwnStates", "by_index", "by_name", "load_model", "load_optimizer", "shard_like"]
 

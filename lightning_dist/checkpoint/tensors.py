@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorEntry, new_digest
 from lightning_dist.checkpoint.storage import NewFile, Reader
-from lightning_dist.shard_slices import ShardSlices, local_part
+from lightning_dist.parameters.shard_slices import ShardSlices, local_part
 
 __all__ = ["merged", "own_parts", "read_tensors", "write_tensors"]
 

@@ -28,7 +28,7 @@ from lightning_dist.checkpoint.locate import storage_at
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.checkpoint.snapshot import Snapshot
 from lightning_dist.checkpoint.tensors import own_parts
-from lightning_dist.consensus import raise_on_all_ranks
+from lightning_dist.mesh.consensus import raise_on_all_ranks
 
 __all__ = ["Save", "Writer"]
 

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.consensus import raise_on_all_ranks
-from lightning_dist.tensor_state import is_remote, is_uninitialized
+from lightning_dist.mesh.consensus import raise_on_all_ranks
+from lightning_dist.model.tensor_state import is_remote, is_uninitialized
 
 __all__ = [
     "INSTANTIATOR",

@@ -28,8 +28,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
 
 from lightning_dist._compat import process_groups
+from lightning_dist.mesh.rendezvous import fresh_store
 from lightning_dist.parallel_module import full_parameters
-from lightning_dist.rendezvous import fresh_store
 
 __all__ = [
     "ForkLauncher",

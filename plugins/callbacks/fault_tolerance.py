@@ -21,11 +21,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_dist.consensus import raise_on_all_ranks
+from lightning_dist.mesh.consensus import raise_on_all_ranks
+from lightning_dist.mesh.preemption import EXIT_STOPPED, StopRequest, TrainingStopped
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.loggers import MLflowLogger
-from lightning_dist.preemption import EXIT_STOPPED, StopRequest, TrainingStopped
-from lightning_dist.watchdog import Watchdog
+from lightning_dist.run.watchdog import Watchdog
 
 __all__ = ["STOPPED", "FaultTolerance", "shown_path"]
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.pretrained import load_safetensors
+from lightning_dist.run.pretrained import load_safetensors
 
 __all__ = ["LoadPretrained"]
 

@@ -39,7 +39,7 @@ from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
 from lightning_dist.plugins.loggers.spool import Entry
 from lightning_dist.plugins.loggers.store import default_save_dir, default_spool_dir
 from lightning_dist.plugins.loggers.system_metrics import NodeMetrics
-from lightning_dist.tracking_uri import SQLITE, chosen_tracking_uri
+from lightning_dist.run.tracking_uri import SQLITE, chosen_tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist.plugins.loggers.store import UnusableStoreError, is_refused, own_randomness
-from lightning_dist.tracking_uri import absolute_uri
+from lightning_dist.run.tracking_uri import absolute_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from lightning_dist.pipeline.timeline import Kind, Timeline
+from lightning_dist.techniques.pipeline.timeline import Kind, Timeline
 
 __all__ = ["can_draw", "draw_schedule"]
 

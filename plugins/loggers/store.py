@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_dist.tracking_uri import SQLITE, absolute_uri, sqlite_file
+from lightning_dist.run.tracking_uri import SQLITE, absolute_uri, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

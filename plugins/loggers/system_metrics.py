@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.plugins.loggers.spool import Entry
-from lightning_dist.tracking_uri import absolute_uri
+from lightning_dist.run.tracking_uri import absolute_uri
 
 if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor

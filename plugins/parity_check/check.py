@@ -17,10 +17,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_dist.audit import FirstStepAudit
-from lightning_dist.consensus import OtherRankError
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.pipeline import Pipeline
+from lightning_dist.mesh.consensus import OtherRankError
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.model.randomness import rng_state, set_rng_state
 from lightning_dist.plugins.parity_check.randomness import switch_off_dropout
 from lightning_dist.plugins.parity_check.recording import Recorder, Recording
 from lightning_dist.plugins.parity_check.reference import Reference, batch_norms, join_batches, one_process, repeat
@@ -34,8 +33,9 @@ from lightning_dist.plugins.parity_check.report import Report, compare, toleranc
 from lightning_dist.plugins.parity_check.settings import Settings
 from lightning_dist.plugins.parity_check.verdict import on_first_rank
 from lightning_dist.plugins.strategies import MeshStrategy
-from lightning_dist.randomness import rng_state, set_rng_state
-from lightning_dist.tensor_parallel.same_batch import digest
+from lightning_dist.techniques.audit import FirstStepAudit
+from lightning_dist.techniques.pipeline import Pipeline
+from lightning_dist.techniques.tensor_parallel.same_batch import digest
 
 __all__ = ["check"]
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.parity import Gathered, gather_gradients, gather_parameters, whole_buffers
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.parity_check.randomness import random_states
+from lightning_dist.run.parity import Gathered, gather_gradients, gather_parameters, whole_buffers
 
 __all__ = ["RecordedBatch", "Recorder", "Recording", "loosen_plateaus", "number_of"]
 

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_dist.parity import whole_gradients, whole_parameters
 from lightning_dist.plugins.parity_check.randomness import (
     have_advanced,
     random_states,
@@ -31,6 +30,7 @@ from lightning_dist.plugins.parity_check.randomness import (
 )
 from lightning_dist.plugins.parity_check.recording import RecordedBatch, Recording, loosen_plateaus, number_of
 from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
+from lightning_dist.run.parity import whole_gradients, whole_parameters
 
 __all__ = ["Reference", "batch_norms", "join_batches", "one_process", "repeat"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dist.parity import errors
 from lightning_dist.plugins.parity_check.recording import Recording
 from lightning_dist.plugins.parity_check.reference import Reference
+from lightning_dist.run.parity import errors
 
 __all__ = ["Report", "Tolerances", "compare", "tolerances"]
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from lightning_dist._compat import default_group, default_store, without_process_group
-from lightning_dist.consensus import OtherRankError
+from lightning_dist.mesh.consensus import OtherRankError
 from lightning_dist.plugins.parity_check.report import Report
 
 __all__ = ["on_first_rank"]

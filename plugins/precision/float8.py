@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist._compat import own_parameters
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 
 __all__ = ["Float8Precision", "use_precision_again"]
 

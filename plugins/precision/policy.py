@@ -34,7 +34,7 @@ from torch import nn
 
 from lightning_dist.plugins.precision.float8 import Float8Precision
 from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
-from lightning_dist.sharding import WrapShard
+from lightning_dist.techniques.sharding import WrapShard
 
 __all__ = ["PrecisionPolicy", "check_reduce_dtype", "precision_policy", "refuse_uncomputable"]
 
@@ -62,7 +62,7 @@ class PrecisionPolicy:
         param_dtype: Dtype in which parameters are gathered and computed; None: the dtype in which they are stored.
         reduce_dtype: Dtype in which gradients are reduced; None: the dtype in which they are computed.
         keep_fp32: Patterns of modules that are gathered and computed in float32.
-        gather_as: The argument of :class:`~lightning_dist.sharding.ShardingConfig` with this name.
+        gather_as: The argument of :class:`~lightning_dist.techniques.sharding.ShardingConfig` with this name.
     """
 
     param_dtype: torch.dtype | None = None

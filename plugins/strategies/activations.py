@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from lightning_dist.activation_checkpointing import CheckpointingMode, Kind
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.tiling import TilingConfig
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.techniques.activation_checkpointing import CheckpointingMode, Kind
+from lightning_dist.techniques.tiling import TilingConfig
 
 __all__ = ["CheckpointingArgument", "checkpointing_mode", "refuse_tiling", "tiling_config"]
 

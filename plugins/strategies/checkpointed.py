@@ -16,10 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.after_error import announce_error
 from lightning_dist.checkpoint import TECHNIQUES, CheckpointError, LoadedCheckpoint
 from lightning_dist.checkpoint.state import OwnStates
-from lightning_dist.consensus import (
+from lightning_dist.mesh.consensus import (
     OtherRankError,
     raise_on_all_ranks,
     timed_barrier,
@@ -34,6 +33,7 @@ from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, C
 from lightning_dist.plugins.strategies.exact_resume import MODELS, ExactResume
 from lightning_dist.plugins.strategies.shared_batches import SharedBatchStrategy
 from lightning_dist.plugins.strategies.tuning import is_of_tuning
+from lightning_dist.run.after_error import announce_error
 
 __all__ = ["AFTER_ERROR_S", "CheckpointedStrategy"]
 

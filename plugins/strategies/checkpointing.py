@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint import CheckpointError, Manifest, Save, Snapshot, Verify, Writer, find, take_snapshot
 from lightning_dist.checkpoint.state import by_name
-from lightning_dist.consensus import raise_on_all_ranks
-from lightning_dist.gather_on_use import call_before_writes
+from lightning_dist.mesh.consensus import raise_on_all_ranks
+from lightning_dist.parameters.on_use import call_before_writes
 from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping, absolute
 from lightning_dist.plugins.strategies.logged_runs import runs_of
 from lightning_dist.plugins.strategies.retention import Retention

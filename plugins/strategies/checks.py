@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins import _compat

@@ -9,9 +9,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_dist.compilation import CompileConfig
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parallelize import ParallelConfig
+from lightning_dist.techniques.compilation import CompileConfig
 
 __all__ = ["CompileArgument", "compile_config", "refuse_accumulation_in_graphs", "refuse_cuda_graphs"]
 

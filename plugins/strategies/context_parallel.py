@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_dist.context_parallel import ContextParallelConfig
-from lightning_dist.layout import REMAINING
+from lightning_dist.mesh.layout import REMAINING
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.techniques.context_parallel import ContextParallelConfig
 
 __all__ = ["ContextParallelStrategy"]
 

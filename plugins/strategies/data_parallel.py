@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dist.layout import AXES, REMAINING
+from lightning_dist.mesh.layout import AXES, REMAINING
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = ["DataParallelStrategy"]

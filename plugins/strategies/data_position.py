@@ -17,7 +17,7 @@ from lightning_dist.checkpoint import NUM_SEEN
 from lightning_dist.plugins._compat import changes_accumulation, mode_of_loaders, scheduled_accumulation
 from lightning_dist.plugins._compat.progress import count_batches, training_progress
 from lightning_dist.plugins.global_batch import Batch, rescale_batch
-from lightning_dist.sampler import DealtSampler, ResumableSampler
+from lightning_dist.run.sampler import DealtSampler, ResumableSampler
 
 __all__ = ["NUM_SEEN", "LoaderPosition", "deal_out", "give_own_generator", "make_resumable"]
 

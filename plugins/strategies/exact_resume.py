@@ -11,11 +11,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint import CheckpointError
+from lightning_dist.model.randomness import rng_state, set_rng_state
+from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins._compat import progress
 from lightning_dist.plugins.strategies.data_position import NUM_SEEN, LoaderPosition, give_own_generator, make_resumable
-from lightning_dist.randomness import rng_state, set_rng_state
-from lightning_dist.tensor_state import is_remote
 
 __all__ = ["MODELS", "ExactResume"]
 

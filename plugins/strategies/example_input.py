@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.step_graph import run_on_fakes
+from lightning_dist.tracing.step_graph import run_on_fakes
 
 __all__ = ["run_example"]
 

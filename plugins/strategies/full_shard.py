@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_dist.layout import REMAINING
+from lightning_dist.mesh.layout import REMAINING
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = ["FullShardStrategy"]

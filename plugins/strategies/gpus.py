@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.precision import PrecisionPolicy
 
 __all__ = ["hint_about_devices", "refuse_async_tensor_parallel", "refuse_bfloat16", "refuse_shared_gpu"]

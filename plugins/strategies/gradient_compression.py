@@ -8,7 +8,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_dist.compression import (
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.parallelize import ParallelConfig
+from lightning_dist.plugins.precision import scales_losses
+from lightning_dist.techniques.compression import (
     CompressionConfig,
     Compressor,
     SyncConfig,
@@ -16,9 +19,6 @@ from lightning_dist.compression import (
     compressor_from,
     sync_method_from,
 )
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.parallelize import ParallelConfig
-from lightning_dist.plugins.precision import scales_losses
 
 __all__ = [
     "CompressionArgument",

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.parallel_module import parallelized_around
 from lightning_dist.plugins.strategies.wrapped_hooks import defines_hook
-from lightning_dist.tensor_state import is_remote
 
 __all__ = ["are_free_before_forward", "free_gradients", "gradient_norms"]
 

@@ -21,7 +21,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_dist.consensus import is_consequence
+from lightning_dist.mesh.consensus import is_consequence
 from lightning_dist.plugins import _compat
 
 __all__ = ["RankLauncher", "describe_death", "starts_ranks"]

@@ -22,10 +22,10 @@ from lightning_dist.checkpoint import (
     read_for_rank,
 )
 from lightning_dist.checkpoint.state import OwnStates, load_model, load_optimizer
-from lightning_dist.consensus import raise_on_all_ranks
+from lightning_dist.mesh.consensus import raise_on_all_ranks
+from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.plugins.strategies.exact_resume import MODELS
-from lightning_dist.technique_states import TechniqueStates
-from lightning_dist.tensor_state import is_remote
+from lightning_dist.techniques.states import TechniqueStates
 
 __all__ = ["load", "load_optimizers", "load_weights"]
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist._compat import local_of
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.memory_use import advise, predict, run_size, state_bytes_per_element
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parallelize import ParallelConfig
+from lightning_dist.parameters.memory_use import advise, predict, run_size, state_bytes_per_element
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import KEPT_BYTES, MeshPrecision
 from lightning_dist.plugins.strategies.offloading import leaves_device
-from lightning_dist.telemetry import bytes_in_use, peak_bytes_since, reset_peak
-from lightning_dist.tensor_state import is_remote
+from lightning_dist.run.telemetry import bytes_in_use, peak_bytes_since, reset_peak
 
 __all__ = ["MemoryReport", "is_out_of_memory"]
 

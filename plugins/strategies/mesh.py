@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_dist.after_error import check_that_all_ranks_failed
+from lightning_dist.model.units import MIN_NUM_PARAMS
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins import _compat
@@ -64,9 +64,9 @@ from lightning_dist.plugins.strategies.steps.choice import make_steps
 from lightning_dist.plugins.strategies.tuning import agree_on_trials, refuse_batch_size_finder
 from lightning_dist.plugins.strategies.unknown_arguments import refuse_unknown_arguments
 from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
-from lightning_dist.sharding import ShardingConfig
-from lightning_dist.units import MIN_NUM_PARAMS
-from lightning_dist.watchdog import record_collectives
+from lightning_dist.run.after_error import check_that_all_ranks_failed
+from lightning_dist.run.watchdog import record_collectives
+from lightning_dist.techniques.sharding import ShardingConfig
 
 __all__ = ["MeshStrategy"]
 
@@ -111,10 +111,10 @@ class MeshStrategy(SteppingStrategy):
             bit; a difference raises an error. None: they are never compared.
         compression: How gradients are compressed that replicas send each other: the name of a compressor (``bf16``,
             ``fp16``, ``fp8``, ``int8``, ``powersgd``, ``topk``), or a
-            :class:`~lightning_dist.compression.Compressor`. None or ``"none"``: they are not compressed.
+            :class:`~lightning_dist.techniques.compression.Compressor`. None or ``"none"``: they are not compressed.
         sync: How replicas are synchronized that train on their own for a number of steps, instead of reducing their
-            gradients in every step: :class:`~lightning_dist.compression.LocalSGD` or
-            :class:`~lightning_dist.compression.DiLoCo`. None: gradients are reduced.
+            gradients in every step: :class:`~lightning_dist.techniques.compression.LocalSGD` or
+            :class:`~lightning_dist.techniques.compression.DiLoCo`. None: gradients are reduced.
         offload: What is kept in the memory of the CPU instead of the device's. ``"params"``: shards of parameters and
             gradients. ``"optimizer"``: the states of optimizers, which step on the CPU. ``"both"``: all of these. None:
             nothing.

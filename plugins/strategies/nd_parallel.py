@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_dist.context_parallel import ContextParallelConfig
-from lightning_dist.layout import REMAINING
+from lightning_dist.mesh.layout import REMAINING
 from lightning_dist.plugins.strategies.pipeline_parallel import PipelineParallelStrategy
-from lightning_dist.tensor_parallel import TensorParallelConfig
+from lightning_dist.techniques.context_parallel import ContextParallelConfig
+from lightning_dist.techniques.tensor_parallel import TensorParallelConfig
 
 __all__ = ["NDParallelStrategy"]
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.offload import OffloadConfig, What
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.techniques.offload import OffloadConfig, What
 
 __all__ = ["backend_for_offload", "leaves_device", "offload_config", "offloads_optimizer", "refuse_offload"]
 

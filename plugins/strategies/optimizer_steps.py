@@ -11,11 +11,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
-from lightning_dist.compression import SyncMethod
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.local_step import ELEMENTWISE, LocalStep
-from lightning_dist.sparse_gradients import SparseStep
-from lightning_dist.whole_step import Finding, Scope, WholeStep, try_optimizer
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.parameters.local_step import ELEMENTWISE, LocalStep
+from lightning_dist.parameters.sparse_gradients import SparseStep
+from lightning_dist.parameters.whole_step import Finding, Scope, WholeStep, try_optimizer
+from lightning_dist.techniques.compression import SyncMethod
 
 __all__ = ["OptimizerStep", "OptimizerSteps", "check_optimizer_step"]
 

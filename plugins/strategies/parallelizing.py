@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_dist._compat import convert
-from lightning_dist.deferred_init import deferred_init
+from lightning_dist.model.deferred_init import deferred_init
+from lightning_dist.model.tensor_state import is_uninitialized
 from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.parallelize import ParallelConfig, parallelize
 from lightning_dist.plugins import _compat
@@ -30,7 +31,6 @@ from lightning_dist.plugins.strategies.checkpointed import CheckpointedStrategy
 from lightning_dist.plugins.strategies.gpus import refuse_bfloat16
 from lightning_dist.plugins.strategies.gradient_compression import with_loss_scaling
 from lightning_dist.plugins.strategies.steps.choice import complete_config, refuse_other_config
-from lightning_dist.tensor_state import is_uninitialized
 
 __all__ = ["ParallelizingStrategy"]
 

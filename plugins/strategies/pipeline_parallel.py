@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_dist.layout import REMAINING
-from lightning_dist.pipeline import PipelineConfig
+from lightning_dist.mesh.layout import REMAINING
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.techniques.pipeline import PipelineConfig
 
 __all__ = ["PipelineParallelStrategy"]
 

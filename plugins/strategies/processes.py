@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_dist.collectives import gather
+from lightning_dist.mesh.collectives import gather
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.gpus import refuse_shared_gpu
 from lightning_dist.plugins.strategies.launcher import RankLauncher, starts_ranks

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dist.checkpoint import CheckpointError, CheckpointNotFoundError, find
-from lightning_dist.consensus import OtherRankError, raise_on_all_ranks
+from lightning_dist.mesh.consensus import OtherRankError, raise_on_all_ranks
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dist.activation_checkpointing import CheckpointingMode
-from lightning_dist.compression import Compressor
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parallelize import ParallelConfig
-from lightning_dist.pipeline import Pipeline
+from lightning_dist.techniques.activation_checkpointing import CheckpointingMode
+from lightning_dist.techniques.compression import Compressor
+from lightning_dist.techniques.pipeline import Pipeline
 
 __all__ = ["run_settings"]
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_dist.consensus import announce_progress
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.consensus import announce_progress
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.model.same_random_numbers import SameRandomNumbers, agree_on_random_numbers
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.global_batch import global_batch, set_global_batch
@@ -25,8 +26,7 @@ from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatch
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.plugins.strategies.uneven_batches import POLICIES, TrainingBatches, check_that_all_have_lengths
-from lightning_dist.same_random_numbers import SameRandomNumbers, agree_on_random_numbers
-from lightning_dist.tensor_parallel import SameBatch
+from lightning_dist.techniques.tensor_parallel import SameBatch
 
 __all__ = ["SharedBatchStrategy"]
 

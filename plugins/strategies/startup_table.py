@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.float32_modules import Float32Modules
+from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
-from lightning_dist.tensor_state import is_remote
+from lightning_dist.techniques.float32_modules import Float32Modules
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.checkpoint.state import OwnStates
-from lightning_dist.consensus import announce_progress
+from lightning_dist.mesh.consensus import announce_progress
+from lightning_dist.parameters.whole_step import WholeStep
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import MeshPrecision
 from lightning_dist.plugins.strategies.checks import check_optimizers, explaining_optimizer_errors
@@ -25,7 +26,6 @@ from lightning_dist.plugins.strategies.offloading import leaves_device
 from lightning_dist.plugins.strategies.optimizer_steps import OptimizerStep, OptimizerSteps, check_optimizer_step
 from lightning_dist.plugins.strategies.parallelizing import ParallelizingStrategy
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
-from lightning_dist.whole_step import WholeStep
 
 __all__ = ["SteppingStrategy"]
 

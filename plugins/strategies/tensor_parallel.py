@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_dist.layout import REMAINING
+from lightning_dist.mesh.layout import REMAINING
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
-from lightning_dist.tensor_parallel import TensorParallelConfig
+from lightning_dist.techniques.tensor_parallel import TensorParallelConfig
 
 __all__ = ["TensorParallelStrategy"]
 

@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_dist.consensus import OtherRankError, timed_barrier
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.consensus import OtherRankError, timed_barrier
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins import _compat
 
 __all__ = ["TUNING_CHECKPOINTS", "agree_on_trials", "is_of_tuning", "refuse_batch_size_finder"]

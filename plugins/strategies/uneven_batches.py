@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist._compat import new_group_of
-from lightning_dist.collectives import begin_any_of_flags
+from lightning_dist.mesh.collectives import begin_any_of_flags
 from lightning_dist.plugins import _compat
 
 __all__ = ["POLICIES", "TrainingBatches", "UnevenBatchesError", "check_that_all_have_lengths", "ranks_text"]

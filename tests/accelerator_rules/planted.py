@@ -18,11 +18,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy
-from lightning_dist.activation_checkpointing import offload
 from lightning_dist.checkpoint.snapshot import take_snapshot
 from lightning_dist.checkpoint.writer import Writer
-from lightning_dist.compression import Int8
-from lightning_dist.parity import whole_parameters
+from lightning_dist.run.parity import whole_parameters
+from lightning_dist.techniques.activation_checkpointing import offload
+from lightning_dist.techniques.compression import Int8
 from tests.accelerator_rules import NAME
 from tests.accelerator_rules.device_module import Event, Stream
 from tests.distributed.fit import make_trainer

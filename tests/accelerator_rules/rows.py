@@ -16,7 +16,7 @@ from lightning_dist import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.compression import BF16, FP8, Compressor, Int8, PowerSGD, TopK
+from lightning_dist.techniques.compression import BF16, FP8, Compressor, Int8, PowerSGD, TopK
 from tests.expert_models import COMMON
 from tests.models import MODELS, TestModule, build
 from tests.pipeline_models import PIPELINE_MODELS

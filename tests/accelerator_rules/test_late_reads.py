@@ -12,9 +12,9 @@ import torch
 
 from lightning_dist import DataParallelStrategy, FullShardStrategy
 from lightning_dist._compat import local_of
-from lightning_dist.compression import Compression, Int8
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.parity import whole_parameters
+from lightning_dist.run.parity import whole_parameters
+from lightning_dist.techniques.compression import Compression, Int8
 from tests.distributed.fit import make_trainer
 from tests.models import GPT
 from tests.pool import RankFailed, WorkerPool

@@ -29,10 +29,10 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.checkpoint import consolidate
-from lightning_dist.compression import LocalSGD
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.parity import whole_parameters
-from lightning_dist.pipeline import Pipeline
+from lightning_dist.run.parity import whole_parameters
+from lightning_dist.techniques.compression import LocalSGD
+from lightning_dist.techniques.pipeline import Pipeline
 
 __all__ = [
     "CASES",

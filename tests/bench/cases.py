@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.telemetry import peak_memory_mib
+from lightning_dist.run.telemetry import peak_memory_mib
 from tests.bench.harness import (
     LOSS_TOLERANCE,
     LOSS_TOLERANCE_BFLOAT16,

@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from examples.gpt.data import TextDataModule
 from examples.gpt.model import GPTModule
 from lightning_dist import DataParallelStrategy
-from lightning_dist.compression import BF16, FP8, DiLoCo, Int8, LocalSGD, PowerSGD, TopK
+from lightning_dist.techniques.compression import BF16, FP8, DiLoCo, Int8, LocalSGD, PowerSGD, TopK
 from tests.pool import WorkerPool
 
 NUM_RANKS, NUM_STEPS, VALIDATE_EVERY = 2, 200, 20

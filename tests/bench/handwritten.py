@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from examples.gpt.model import GPT
-from lightning_dist.collectives import TwoShotReduceScatter
+from lightning_dist.mesh.collectives import TwoShotReduceScatter
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 

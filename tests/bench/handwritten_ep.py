@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 
 from examples.gpt.model import GPT
-from lightning_dist.collectives import TwoShotReduceScatter
+from lightning_dist.mesh.collectives import TwoShotReduceScatter
 from tests.bench import handwritten
 from tests.bench.harness import EndStep
 from tests.bench.mixture import Experts, with_mixtures

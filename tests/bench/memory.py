@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from examples.gpt.model import GPT
 from lightning_dist import DataParallelStrategy, FullShardStrategy
-from lightning_dist.memory_use import RunSize, predict
+from lightning_dist.parameters.memory_use import RunSize, predict
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
-from lightning_dist.telemetry import bytes_in_use, peak_bytes_since, reset_peak
+from lightning_dist.run.telemetry import bytes_in_use, peak_bytes_since, reset_peak
 from tests.bench.cases import M_MMAP_THRESHOLD
 from tests.bench.sides import UnloggedGPT, make_loader, make_module, make_trainer
 from tests.bench.workload import Workload

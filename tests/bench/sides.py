@@ -31,8 +31,8 @@ from lightning_dist import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.compression import COMPRESSORS, DiLoCo, PowerSGD, SyncMethod
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.techniques.compression import COMPRESSORS, DiLoCo, PowerSGD, SyncMethod
 from tests.bench import handwritten, handwritten_cp, handwritten_ep, handwritten_pp, handwritten_tp
 from tests.bench.harness import EndStep
 from tests.bench.mixture import with_mixtures

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, NDParallelStrategy
-from lightning_dist.parity import assert_parity, whole_parameters
+from lightning_dist.run.parity import assert_parity, whole_parameters
 from tests.accelerator import place
 
 __all__ = ["Weights", "assert_same", "make_strategy", "make_trainer", "refused", "weights_of"]

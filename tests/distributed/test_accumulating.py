@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_dist.sharding import _compat as fsdp2
+from lightning_dist.techniques.sharding import _compat as fsdp2
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.pool import WorkerPool
 

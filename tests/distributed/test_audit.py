@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist import TensorParallelStrategy, units
-from lightning_dist.sharding._compat import ShardedGroup
-from lightning_dist.sharding._compat import group as sharded_groups
+from lightning_dist import TensorParallelStrategy
+from lightning_dist.model import units
+from lightning_dist.techniques.sharding._compat import ShardedGroup
+from lightning_dist.techniques.sharding._compat import group as sharded_groups
 from tests.behaviour.cases.sharing_and_weights import _LateHooks, _Prototypes, _SharedWeight, _TensorHooks
 from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import make_trainer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, PipelineParallelStrategy, TensorParallelStrategy
-from lightning_dist.activation_checkpointing import offload
+from lightning_dist.techniques.activation_checkpointing import offload
 from tests.distributed.fit import assert_same, make_trainer, refused, weights_of
 from tests.models import build
 from tests.parity.run import SPLIT_MODELS, Recorder

@@ -19,7 +19,7 @@ from torch.nn import functional
 import lightning_dist
 from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy
 from lightning_dist.cli import main
-from lightning_dist.compression import LocalSGD
+from lightning_dist.techniques.compression import LocalSGD
 from tests.accelerator import place
 from tests.distributed.fit import make_strategy
 from tests.launched import Forked, run_script

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_dist.checkpoint import CheckpointError, consolidate, read_manifest
-from lightning_dist.parity import whole_parameters
+from lightning_dist.run.parity import whole_parameters
 from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import make_trainer
 from tests.models import GPT

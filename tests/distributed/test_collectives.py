@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.collectives import (
+from lightning_dist.mesh.collectives import (
     DirectAllGather,
     FlaggedBroadcast,
     TwoShotReduceScatter,
     any_of_flags,
     begin_are_same_numbers,
 )
-from lightning_dist.parity import whole_parameters
+from lightning_dist.run.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import build
 from tests.pool import RankFailed, WorkerPool

@@ -17,7 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist._compat import local_of
-from lightning_dist.compression import (
+from lightning_dist.parallel_module import parallelized
+from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
+from lightning_dist.run.parity import whole_gradients
+from lightning_dist.techniques.compression import (
     BF16,
     COMPRESSORS,
     FP8,
@@ -29,11 +32,8 @@ from lightning_dist.compression import (
     PowerSGD,
     TopK,
 )
-from lightning_dist.compression.compressor import Gradient
-from lightning_dist.compression.wire import Wire
-from lightning_dist.parallel_module import parallelized
-from lightning_dist.parity import whole_gradients
-from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
+from lightning_dist.techniques.compression.compressor import Gradient
+from lightning_dist.techniques.compression.wire import Wire
 from tests.accelerator import device_type
 from tests.distributed.fit import make_strategy, make_trainer, weights_of
 from tests.models import GPT

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_dist import ContextParallelStrategy, FullShardStrategy
-from lightning_dist.context_parallel import ContextParallel
+from lightning_dist.techniques.context_parallel import ContextParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_tensor_parallel import AtStart, Watching
 from tests.models import CONTEXT, GPT, VOCAB, Block, TestModule, build

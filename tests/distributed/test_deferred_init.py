@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from examples.gpt.model import GPTModule
 from lightning_dist import full_parameters
-from lightning_dist.deferred_init import is_deferred
+from lightning_dist.model.deferred_init import is_deferred
 from tests.distributed.fit import make_trainer, refused
 from tests.distributed.test_memory_report import Deep, fit_within, limited_memory, params_mib
 from tests.models import CONTEXT, GPT, VOCAB, Llama, ResNet, TestModule, Transformer

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins._compat import around_every_batch
+from lightning_dist.run.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.pool import RankFailed, WorkerPool
 

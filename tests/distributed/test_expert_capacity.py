@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy, NDParallelStrategy
-from lightning_dist.expert_parallel import ExpertParallel
 from lightning_dist.plugins.strategies.startup_table import startup_table
+from lightning_dist.techniques.expert_parallel import ExpertParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_expert_parallel import Evaluated, OfTwoDtypes, OfUnequalLengths, WithSplitTokens
 from tests.expert_models import Mixture, PlainMixture

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, NDParallelStrategy, full_parameters
-from lightning_dist.compression import LocalSGD, TopK
-from lightning_dist.expert_parallel import ExpertParallel
 from lightning_dist.plugins.strategies.startup_table import startup_table
-from lightning_dist.tensor_parallel import TensorParallel
+from lightning_dist.techniques.compression import LocalSGD, TopK
+from lightning_dist.techniques.expert_parallel import ExpertParallel
+from lightning_dist.techniques.tensor_parallel import TensorParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_tensor_parallel import AtStart
 from tests.expert_models import Llama4, Mixture, PlainExperts, PlainMixture

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lightning_dist.flag_agreement import FlagAgreement, FlagsChangedError
+from lightning_dist.mesh.flag_agreement import FlagAgreement, FlagsChangedError
 from tests.pool import WorkerPool
 
 USED, UNUSED = [True, True, False], [True, False, False]

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_dist import FullShardStrategy, MeshPrecision, PipelineParallelStrategy, TensorParallelStrategy
-from lightning_dist.parity import whole_parameters
+from lightning_dist.run.parity import whole_parameters
 from tests.accelerator import on_gpu
 from tests.distributed.fit import make_trainer
 from tests.models import GPT, VOCAB, Transformer

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import Float8Precision, full_parameters
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies.startup_table import startup_table
+from lightning_dist.run.parity import whole_parameters
 from tests.distributed.fit import Weights, make_strategy, make_trainer, refused
 from tests.models import GPT, Transformer
 from tests.pool import WorkerPool, in_parallel

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_dist import HybridShardStrategy
 from lightning_dist._compat import local_of
-from lightning_dist.compression import DiLoCo, Int8, LocalSGD, SyncMethod, local_updates
-from lightning_dist.compression.wire import Wire
-from lightning_dist.consensus import OtherRankError
+from lightning_dist.mesh.consensus import OtherRankError
+from lightning_dist.techniques.compression import DiLoCo, Int8, LocalSGD, SyncMethod, local_updates
+from lightning_dist.techniques.compression.wire import Wire
 from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
 from tests.models import GPT
@@ -227,8 +227,8 @@ def test_validation_sees_synchronized_weights(pool: WorkerPool) -> None:
 
 def count_bytes(sync: SyncMethod) -> list[int]:
     """Return the bytes that this rank has sent to the other replica until the end of each step."""
-    from lightning_dist.compression import LocalUpdates
     from lightning_dist.parallel_module import parallelized
+    from lightning_dist.techniques.compression import LocalUpdates
 
     sent = []
 

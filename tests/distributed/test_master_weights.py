@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import MeshPrecision
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies.startup_table import startup_table
+from lightning_dist.run.parity import whole_parameters
 from tests.accelerator import on_gpu
 from tests.distributed.fit import Weights, make_strategy, make_trainer
 from tests.distributed.float32_masters import LowPrecision, TwoRates, progress, train_with_masters

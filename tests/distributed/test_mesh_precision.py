@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from lightning_dist import DataParallelStrategy, FullShardStrategy, MeshPrecision
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.parity import whole_gradients
 from lightning_dist.plugins.precision import precision_policy
 from lightning_dist.plugins.strategies.startup_table import startup_table
+from lightning_dist.run.parity import whole_gradients
 from tests.distributed.fit import make_strategy, make_trainer, refused
 from tests.distributed.float32_masters import LowPrecision
 from tests.distributed.test_master_weights import assert_like_masters, fits, resumed

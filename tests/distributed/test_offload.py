@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import DataParallelStrategy, Float8Precision, FullShardStrategy
 from lightning_dist._compat import local_of
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.offload import MappedFile, OffloadConfig, OffloadedStep, mapped_file
-from lightning_dist.offload.offload import refuse_for_accelerators_only
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.strategies.offloading import backend_for_offload, refuse_offload
+from lightning_dist.techniques.offload import MappedFile, OffloadConfig, OffloadedStep, mapped_file
+from lightning_dist.techniques.offload.offload import refuse_for_accelerators_only
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
 from tests.models import GPT, build
 from tests.pool import RankFailed, WorkerPool

@@ -22,7 +22,7 @@ from lightning_dist import (
     full_parameters,
 )
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.parity import whole_parameters
+from lightning_dist.run.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import build
 from tests.parity.run import PLANS

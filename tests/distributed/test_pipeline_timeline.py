@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineParallelStrategy
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.pipeline import Pipeline
-from lightning_dist.pipeline.simulation import simulate
-from lightning_dist.pipeline.timeline import Order, Timeline
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
+from lightning_dist.techniques.pipeline import Pipeline
+from lightning_dist.techniques.pipeline.simulation import simulate
+from lightning_dist.techniques.pipeline.timeline import Order, Timeline
 from tests.accelerator import place
 from tests.pool import WorkerPool
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import FullShardStrategy, NDParallelStrategy, TensorParallelStrategy
 from lightning_dist.plugins.callbacks import LoadPretrained
-from lightning_dist.pretrained import load_safetensors
+from lightning_dist.run.pretrained import load_safetensors
 from tests.distributed.fit import Weights, make_trainer, weights_of
 from tests.pool import WorkerPool
 

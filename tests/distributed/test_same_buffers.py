@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_dist.same_buffers import SameBuffers
+from lightning_dist.techniques.same_buffers import SameBuffers
 from tests.pool import RankFailed, WorkerPool
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.collectives import DirectAllGather
-from lightning_dist.sharding import same_path
-from lightning_dist.sharding.same_path import RanksDivergeError, SamePath
+from lightning_dist.mesh.collectives import DirectAllGather
+from lightning_dist.techniques.sharding import same_path
+from lightning_dist.techniques.sharding.same_path import RanksDivergeError, SamePath
 from tests.pool import WorkerPool
 
 UNITS = {"a": 1003, "b": 40, "c": 7, "d": 1}

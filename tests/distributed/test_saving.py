@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.staging import DefaultStager
 
 from lightning_dist.checkpoint import CheckpointError, file_system, find, read_whole, storage, verify, writer
 from lightning_dist.checkpoint.locate import storage_at
-from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies import checkpointed, mesh
+from lightning_dist.run.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import GPT
 from tests.pool import RankFailed, WorkerPool

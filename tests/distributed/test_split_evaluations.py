@@ -17,7 +17,8 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_dist import ContextParallelStrategy, NDParallelStrategy, full_parameters, split_tensor
+from lightning_dist import ContextParallelStrategy, NDParallelStrategy, full_parameters
+from lightning_dist.mesh import split_tensor
 from tests.distributed.fit import make_trainer
 from tests.models import CONTEXT
 from tests.pool import WorkerPool

@@ -15,9 +15,9 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dist.checkpoint import find
+from lightning_dist.mesh.preemption import EXIT_STOPPED, TrainingStopped
 from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.strategies import checkpointed, launcher
-from lightning_dist.preemption import EXIT_STOPPED, TrainingStopped
 from tests.distributed.test_exact_resume import Regression, fit
 from tests.distributed.test_saving import Slow
 from tests.launched import launch

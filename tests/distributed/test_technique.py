@@ -23,9 +23,9 @@ from lightning_dist import (
     parallelize,
 )
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.plugins.strategies.startup_table import startup_table
-from lightning_dist.technique import Parallel, Rows, Technique
+from lightning_dist.techniques.protocol import Parallel, Rows, Technique
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import build
 from tests.pool import WorkerPool

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist import TensorParallelStrategy, full_parameters
-from lightning_dist.parity import whole_parameters
-from lightning_dist.tensor_parallel import SplitLogits
+from lightning_dist.run.parity import whole_parameters
+from lightning_dist.techniques.tensor_parallel import SplitLogits
 from tests.behaviour.cases.split_layers import Masked
 from tests.behaviour.models import tokens
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lightning_dist import ContextParallelStrategy, FullShardStrategy, TensorParallelStrategy
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.tiling import Tiling
+from lightning_dist.techniques.tiling import Tiling
 from tests.distributed.fit import make_trainer, refused
 from tests.models import GPT, build
 from tests.pool import WorkerPool

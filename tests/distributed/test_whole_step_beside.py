@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist import FullShardStrategy
-from lightning_dist.compression import DiLoCo, LocalSGD
+from lightning_dist.techniques.compression import DiLoCo, LocalSGD
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
 from tests.distributed.test_whole_step import OPTIMIZERS, Net
 from tests.expert_models import PlainMixture

@@ -25,7 +25,7 @@ from lightning_dist import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from tests.distributed.test_examples import curves, fit_on_rank
 from tests.pool import WorkerPool, fork_server
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_dist.watchdog import Watchdog
+from lightning_dist.run.watchdog import Watchdog
 
 __all__ = ["TIMEOUT_S", "run"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dist.watchdog import EXIT_HANG
+from lightning_dist.run.watchdog import EXIT_HANG
 from tests.launched import launch
 
 pytestmark = pytest.mark.alone

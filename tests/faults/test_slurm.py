@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning_dist.preemption import EXIT_STOPPED
+from lightning_dist.mesh.preemption import EXIT_STOPPED
 from tests.launched import ROOT, Forked, Job, run_script, wait_for
 
 SCRIPT = """

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from lightning_dist.watchdog import EXIT_HANG, Watchdog
-from lightning_dist.watchdog_process.explain import main
+from lightning_dist.run.watchdog import EXIT_HANG, Watchdog
+from lightning_dist.run.watchdog_process.explain import main
 from tests.faults import hanging_rank
 from tests.faults.hanging_rank import TIMEOUT_S
 
@@ -249,7 +249,7 @@ def test_a_timeout_must_be_positive(timeout_s: float, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_finds_no_watchdog_of_local_rank_0_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dist.watchdog_process.JOIN_S", 0.1)
+    monkeypatch.setattr("lightning_dist.run.watchdog_process.JOIN_S", 0.1)
     with pytest.raises(TimeoutError, match=r"local_rank=0 must start one with the same name='nobody'"):
         Watchdog(tmp_path, 1.0, 1, 1, 2, "nobody").start()
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from examples.gpt.model import GPT
-from lightning_dist.offload import OffloadConfig
 from lightning_dist.plugins.strategies.offloading import backend_for_offload
+from lightning_dist.techniques.offload import OffloadConfig
 from tests.gpu.__main__ import main
 from tests.gpu.check import CUDA, Check, Found, capability, devices, memory_gib, package
 from tests.gpu.checks import CHECKS, speed

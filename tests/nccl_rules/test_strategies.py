@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_dist import DataParallelStrategy, HybridShardStrategy, NDParallelStrategy
-from lightning_dist.parity import assert_parity
+from lightning_dist.run.parity import assert_parity
 from tests.accelerator import place
 from tests.distributed.fit import make_trainer
 from tests.models import build

@@ -15,7 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 
-from lightning_dist.parity import errors
+from lightning_dist.run.parity import errors
 from tests.distributed.fit import Weights
 from tests.optimizers.makers import PACKAGES, makers, versions
 from tests.optimizers.run import STRATEGIES, WORLD_SIZES, train, train_all

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lightning_dist import NDParallelStrategy, PipelineParallelStrategy
-from lightning_dist.parity import whole_parameters
-from lightning_dist.pipeline.replay import MicrobatchSeed
+from lightning_dist.run.parity import whole_parameters
+from lightning_dist.techniques.pipeline.replay import MicrobatchSeed
 from tests.accelerator import place
 from tests.models import build
 from tests.parity.run import Outcome, Recorder

@@ -20,7 +20,7 @@ from lightning_dist import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.parity import whole_gradients, whole_parameters
+from lightning_dist.run.parity import whole_gradients, whole_parameters
 from tests.accelerator import place
 from tests.expert_models import EXPERT_MODELS
 from tests.models import build

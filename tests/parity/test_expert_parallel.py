@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_dist.parity import assert_parity
+from lightning_dist.run.parity import assert_parity
 from tests.parity.run import EP_LAYOUTS, EXPERT_MODELS, TP_LAYOUTS, Case, Outcome, briefly, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
 

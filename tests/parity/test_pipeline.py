@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_dist.parity import assert_parity
-from lightning_dist.pipeline import SCHEDULES
+from lightning_dist.run.parity import assert_parity
+from lightning_dist.techniques.pipeline import SCHEDULES
 from tests.parity.pipeline_run import PipelineCase, PipelineOutcome, one_process, pipelined
 from tests.parity.run import briefly, tensors
 from tests.pool import WorkerPool, in_parallel

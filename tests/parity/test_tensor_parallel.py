@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_dist.parity import assert_parity
+from lightning_dist.run.parity import assert_parity
 from tests.parity.run import SPLIT_MODELS, Case, Outcome, briefly, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dist.parity import assert_parity
+from lightning_dist.run.parity import assert_parity
 from tests.parity.run import Case, Outcome, briefly, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
 

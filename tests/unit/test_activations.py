@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.activation_checkpointing import offload
-from lightning_dist.activation_checkpointing.copies import Copies, MovedTensor
-from lightning_dist.activation_checkpointing.saved_operations import selective_contexts
 from lightning_dist.plugins.strategies.activations import checkpointing_mode
+from lightning_dist.techniques.activation_checkpointing import offload
+from lightning_dist.techniques.activation_checkpointing.copies import Copies, MovedTensor
+from lightning_dist.techniques.activation_checkpointing.saved_operations import selective_contexts
 
 
 @pytest.mark.parametrize(

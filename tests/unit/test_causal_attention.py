@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 
-from lightning_dist.context_parallel import attention
-from lightning_dist.context_parallel.attention import SplitAttention
-from lightning_dist.context_parallel.tokens import Tokens
+from lightning_dist.techniques.context_parallel import attention
+from lightning_dist.techniques.context_parallel.attention import SplitAttention
+from lightning_dist.techniques.context_parallel.tokens import Tokens
 
 
 class TokensOfRank(Tokens):

@@ -11,7 +11,7 @@ import torch
 
 from lightning_dist.cli import errors
 from lightning_dist.cli.failures import Progress, report_failure
-from lightning_dist.consensus import OtherRankError
+from lightning_dist.mesh.consensus import OtherRankError
 
 
 @pytest.fixture

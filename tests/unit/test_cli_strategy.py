@@ -132,7 +132,7 @@ def test_later_files_and_flags_override_earlier_ones_before_interpolation(
     assert trainer["strategy"]["init_args"]["dp_shard_size"] == 4
 
 
-COMPRESSION = "lightning_dist.compression"
+COMPRESSION = "lightning_dist.techniques.compression"
 
 
 @pytest.mark.parametrize(

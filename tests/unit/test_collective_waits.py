@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.collective_waits import CollectiveWaits, waiting
-from lightning_dist.device_clock import DeviceClock
-from lightning_dist.telemetry import PhaseTimer
+from lightning_dist.mesh.collective_waits import CollectiveWaits, waiting
+from lightning_dist.mesh.device_clock import DeviceClock
+from lightning_dist.run.telemetry import PhaseTimer
 
 CPU = torch.device("cpu")
 

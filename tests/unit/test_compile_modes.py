@@ -11,16 +11,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_dist.activation_checkpointing import CheckpointingMode
-from lightning_dist.compilation import Compilation, CompileConfig
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins.strategies.compiling import (
     compile_config,
     refuse_accumulation_in_graphs,
     refuse_cuda_graphs,
 )
-from lightning_dist.tiling import TilingConfig
+from lightning_dist.techniques.activation_checkpointing import CheckpointingMode
+from lightning_dist.techniques.compilation import Compilation, CompileConfig
+from lightning_dist.techniques.tiling import TilingConfig
 
 GRAPHS = CompileConfig(mode="reduce-overhead")
 

@@ -5,10 +5,10 @@ import warnings
 import pytest
 
 from lightning_dist import DataParallelStrategy
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins.strategies.checks import warn_of_idle_arguments
-from lightning_dist.sharding import ShardingConfig
+from lightning_dist.techniques.sharding import ShardingConfig
 
 
 @pytest.mark.parametrize("name", ["dp_shard_size", "tp_size", "pp_size"])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.deferred_init import deferred_init, is_deferred, operations_of, values_of
-from lightning_dist.initialization import materialize
+from lightning_dist.model.deferred_init import deferred_init, is_deferred, operations_of, values_of
+from lightning_dist.model.initialization import materialize
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from lightning_dist.expert_parallel.capacity import places_of_experts
-from lightning_dist.expert_parallel.dispatch import Pairs, add_up_weighted, select
+from lightning_dist.techniques.expert_parallel.capacity import places_of_experts
+from lightning_dist.techniques.expert_parallel.dispatch import Pairs, add_up_weighted, select
 
 NO_GROUP: Any = None
 SHAPE = torch.Size((5, 3))

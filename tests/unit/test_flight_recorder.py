@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_dist.watchdog import record_collectives
-from lightning_dist.watchdog_process.diagnosis import Diagnosis
-from lightning_dist.watchdog_process.explain import explain, main
-from lightning_dist.watchdog_process.rank import Rank
-from lightning_dist.watchdog_process.records import Record
+from lightning_dist.run.watchdog import record_collectives
+from lightning_dist.run.watchdog_process.diagnosis import Diagnosis
+from lightning_dist.run.watchdog_process.explain import explain, main
+from lightning_dist.run.watchdog_process.rank import Rank
+from lightning_dist.run.watchdog_process.records import Record
 
 WORLD = ("0", "default_pg")
 TP = ("7", "mesh_tp")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.telemetry import FlopCounter, Flops, peak_of
-from lightning_dist.telemetry.peak import known_peak
+from lightning_dist.run.telemetry import FlopCounter, Flops, peak_of
+from lightning_dist.run.telemetry.peak import known_peak
 from tests.models import CONTEXT, VOCAB, Transformer
 
 BATCH, DIM, NUM_LAYERS = 4, 20, 2

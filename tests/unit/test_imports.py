@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lightning_dist
-from lightning_dist.after_import import call_after_import
+from lightning_dist.run.after_import import call_after_import
 from tests.cpu_time import cpu_seconds
 
 _HEAVY = "import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor, torchmetrics.functional"
@@ -22,7 +22,7 @@ _ORDERS = {
     "lightning_dist, lightning": "import lightning_dist; assert 'lightning' not in sys.modules; import lightning",
     "a module of the plugins": "from lightning_dist.plugins.callbacks.fault_tolerance import FaultTolerance",
     "a private module": "import lightning_dist.plugins._compat.checkpoints",
-    "a module of the engine": "import lightning_dist.whole_files, lightning.pytorch.callbacks",
+    "a module of the engine": "import lightning_dist.checkpoint.whole_files, lightning.pytorch.callbacks",
     "all names": "from lightning_dist import *",
 }
 
@@ -34,7 +34,7 @@ import lightning_dist
 assert StrategyRegistry["hybrid_shard"]["strategy"] is lightning_dist.HybridShardStrategy
 assert "nd_parallel" in StrategyRegistry
 assert torch.save.__wrapped__ and torch.load.__wrapped__ and saving.pl_load.__wrapped__
-assert not [finder for finder in sys.meta_path if type(finder).__module__ == "lightning_dist.after_import"]
+assert not [finder for finder in sys.meta_path if type(finder).__module__ == "lightning_dist.run.after_import"]
 assert type(lightning.pytorch.__spec__.loader).__name__ == "SourceFileLoader"
 """
 

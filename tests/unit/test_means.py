@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_dist.step_graph.means import follow, is_known_mean, is_mean, is_same_value
+from lightning_dist.tracing.step_graph.means import follow, is_known_mean, is_mean, is_same_value
 
 
 class Follow(TorchFunctionMode):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.memory_use import RunSize, advise, predict, state_bytes_per_element
+from lightning_dist.parameters.memory_use import RunSize, advise, predict, state_bytes_per_element
 from lightning_dist.plugins.strategies.memory_report import is_out_of_memory
 
 MIB = 2**20

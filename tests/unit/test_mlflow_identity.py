@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers.dataset_digest import describe_dataset
 from lightning_dist.plugins.loggers.provenance import run_name

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow import MlflowClient
 
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers import mlflow as logger_module
 from lightning_dist.plugins.loggers import sender as sender_module

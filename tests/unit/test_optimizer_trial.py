@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_dist.memory_use import state_bytes_per_element
-from lightning_dist.whole_step import Scope, try_optimizer
+from lightning_dist.parameters.memory_use import state_bytes_per_element
+from lightning_dist.parameters.whole_step import Scope, try_optimizer
 from tests.whole_optimizers import BySomeRows, Orthogonal, Shampoo, Sharpness, ToNormOfAll
 
 

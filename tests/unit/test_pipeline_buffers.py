@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.buffers import BuffersOfStep
-from lightning_dist.step_graph.batch_marks import BatchMarks
+from lightning_dist.techniques.pipeline.buffers import BuffersOfStep
+from lightning_dist.tracing.step_graph.batch_marks import BatchMarks
 
 
 class Changes(nn.Module):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dist.pipeline.replay import MicrobatchSeed
-from lightning_dist.randomness import RngGenerators
+from lightning_dist.model.randomness import RngGenerators
+from lightning_dist.techniques.pipeline.replay import MicrobatchSeed
 
 
 def draw() -> list[float]:

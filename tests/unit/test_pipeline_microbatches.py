@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dist.pipeline import batch_size_of, check_divides, num_microbatches_for, signature, split_batch
 from lightning_dist.plugins.strategies.steps.result import merged_outputs
+from lightning_dist.techniques.pipeline import (
+    batch_size_of,
+    check_divides,
+    num_microbatches_for,
+    signature,
+    split_batch,
+)
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_dist.fixed_draws import fixed_draws
-from lightning_dist.random_functions import (
+from lightning_dist.model.fixed_draws import fixed_draws
+from lightning_dist.model.random_functions import (
     CHANGES_AT_RANDOM,
     CONSTANT_FOR,
     DROPOUTS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from lightning_dist.sampler import DealtSampler, ResumableSampler
+from lightning_dist.run.sampler import DealtSampler, ResumableSampler
 
 LENGTH = 23
 

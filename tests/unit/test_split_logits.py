@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dist.tensor_parallel import SplitLogits
+from lightning_dist.techniques.tensor_parallel import SplitLogits
 from tests.pool import WorkerPool
 
 VOCAB = 12

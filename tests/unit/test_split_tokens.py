@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.context_parallel.split_tokens import SplitTokens
-from lightning_dist.context_parallel.tokens import Tokens
+from lightning_dist.techniques.context_parallel.split_tokens import SplitTokens
+from lightning_dist.techniques.context_parallel.tokens import Tokens
 from tests.pool import WorkerPool
 from tests.unit.test_split_logits import GATHERED, SPLIT, given
 

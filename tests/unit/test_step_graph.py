@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dist.step_graph import Dataflow, InnerCall, Output, PartCall, StepGraph, TraceError, run_on_fakes
-from lightning_dist.step_graph.watched_numbers import watched
+from lightning_dist.tracing.step_graph import Dataflow, InnerCall, Output, PartCall, StepGraph, TraceError, run_on_fakes
+from lightning_dist.tracing.step_graph.watched_numbers import watched
 
 
 def graph(steady: set[str], by_batch: set[str]) -> StepGraph:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.callbacks.telemetry import step_telemetry
-from lightning_dist.telemetry import BatchSize, StepMeter, StepTimer, Stopwatch, batch_size, peak_memory_mib
+from lightning_dist.run.telemetry import BatchSize, StepMeter, StepTimer, Stopwatch, batch_size, peak_memory_mib
 
 
 class Clock:

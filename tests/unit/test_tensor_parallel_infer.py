@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_dist.step_graph import Dataflow, run_on_fakes
-from lightning_dist.tensor_parallel import resolve_plan
-from lightning_dist.tensor_parallel.infer import inferred
-from lightning_dist.tensor_parallel.plan import SplitHeads, with_tied
-from lightning_dist.tensor_parallel.split_logits import works_on_parts
-from lightning_dist.units import find_blocks
+from lightning_dist.model.units import find_blocks
+from lightning_dist.techniques.tensor_parallel import resolve_plan
+from lightning_dist.techniques.tensor_parallel.infer import inferred
+from lightning_dist.techniques.tensor_parallel.plan import SplitHeads, with_tied
+from lightning_dist.techniques.tensor_parallel.split_logits import works_on_parts
+from lightning_dist.tracing.step_graph import Dataflow, run_on_fakes
 from tests.models import build
 from tests.split_models import SPLIT_MODELS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_dist.tensor_parallel import PlanError, resolve_plan
-from lightning_dist.tensor_parallel.plan import Entry, with_tied
+from lightning_dist.techniques.tensor_parallel import PlanError, resolve_plan
+from lightning_dist.techniques.tensor_parallel.plan import Entry, with_tied
 from tests.models import build
 
 

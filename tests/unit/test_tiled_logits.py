@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dist.tiling import TilingConfig
-from lightning_dist.tiling.tiled_logits import Head, TiledLogits
+from lightning_dist.techniques.tiling import TilingConfig
+from lightning_dist.techniques.tiling.tiled_logits import Head, TiledLogits
 
 BATCH, LENGTH, WIDTH, CLASSES, TILE = 3, 8, 5, 31, 3
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.units import find_blocks, find_units, merge_units
+from lightning_dist.model.units import find_blocks, find_units, merge_units
 from tests.models import Block, Residual, Transformer
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_dist.pipeline import whole_state
+from lightning_dist.techniques.pipeline import whole_state
 
 
 class Pair(NamedTuple):

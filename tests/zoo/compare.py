@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightning_dist.parity import ParityError, errors
+from lightning_dist.run.parity import ParityError, errors
 from tests.pool import RankFailed, WorkerPool
 from tests.zoo.family import Family
 from tests.zoo.run import REFUSED, WORLD_SIZES, Outcome, run

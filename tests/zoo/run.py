@@ -26,7 +26,7 @@ from lightning_dist import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.parity import whole_gradients, whole_parameters
+from lightning_dist.run.parity import whole_gradients, whole_parameters
 from tests.zoo.families import FAMILIES
 from tests.zoo.family import BATCH_SIZE, Batch, Family
 from tests.zoo.float64 import float64_throughout

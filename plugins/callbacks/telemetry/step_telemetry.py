@@ -14,14 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.pipeline import Pipeline, Timeline, simulate
 from lightning_dist.plugins._compat import logging_step, observe_fetching
 from lightning_dist.plugins.callbacks.telemetry.figures import RankFigures, gather, num_replicas, summarize
 from lightning_dist.plugins.callbacks.telemetry.nodes import inter_node_mib
 from lightning_dist.plugins.callbacks.telemetry.utilization import Utilization
 from lightning_dist.plugins.loggers.mlflow import MLflowLogger
 from lightning_dist.plugins.loggers.schedule_picture import can_draw, draw_schedule
-from lightning_dist.telemetry import Phase, StepMeter, batch_size, peak_memory_mib
+from lightning_dist.run.telemetry import Phase, StepMeter, batch_size, peak_memory_mib
+from lightning_dist.techniques.pipeline import Pipeline, Timeline, simulate
 
 
 class StepTelemetry(Callback):

@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.telemetry import FlopCounter, Flops, batch_size, peak_of
-from lightning_dist.tensor_parallel import TensorParallel
+from lightning_dist.run.telemetry import FlopCounter, Flops, batch_size, peak_of
+from lightning_dist.techniques.tensor_parallel import TensorParallel
 
 __all__ = ["Utilization"]
 

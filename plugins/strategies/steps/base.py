@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.plugins.strategies.steps.weighting import LossWeights
-from lightning_dist.shards_in_hooks import ShardsInHooks
+from lightning_dist.techniques.shards_in_hooks import ShardsInHooks
 
 __all__ = ["Steps", "begins_accumulation"]
 

@@ -11,14 +11,9 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_dist.compression import Compression, LocalUpdates
-from lightning_dist.context_parallel import ContextParallel, ContextParallelConfig
-from lightning_dist.expert_parallel import ExpertParallel
-from lightning_dist.float32_modules import refuse_other_patterns
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parallelize import ParallelConfig
-from lightning_dist.pipeline import SCHEDULES, Pipeline, PipelineConfig
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.steps.base import Steps
@@ -29,8 +24,13 @@ from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.steps.pipelined import PipelinedSteps
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.plugins.strategies.steps.whole import WholeSteps
-from lightning_dist.tensor_parallel import TensorParallel, TensorParallelConfig
-from lightning_dist.tiling import Tiling, TilingConfig
+from lightning_dist.techniques.compression import Compression, LocalUpdates
+from lightning_dist.techniques.context_parallel import ContextParallel, ContextParallelConfig
+from lightning_dist.techniques.expert_parallel import ExpertParallel
+from lightning_dist.techniques.float32_modules import refuse_other_patterns
+from lightning_dist.techniques.pipeline import SCHEDULES, Pipeline, PipelineConfig
+from lightning_dist.techniques.tensor_parallel import TensorParallel, TensorParallelConfig
+from lightning_dist.techniques.tiling import Tiling, TilingConfig
 
 __all__ = ["complete_config", "make_steps", "refuse_other_config"]
 

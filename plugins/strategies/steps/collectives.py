@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lightning_dist
 from lightning_dist._compat import DispatchMode
-from lightning_dist.step_graph import TraceError, note_exchange
+from lightning_dist.tracing.step_graph import TraceError, note_exchange
 
 __all__ = ["stand_ins_for_collectives", "without_foreign_collectives"]
 

@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import CatMetric, MaxMetric, Metric, MetricCollection, MinMetric, RunningMean, RunningSum, SumMetric
 
 from lightning_dist._compat import DispatchMode, tree_leaves, version_of, written_arguments
-from lightning_dist.own_generators import GENERATORS, get_state, set_state
+from lightning_dist.model.own_generators import GENERATORS, get_state, set_state
+from lightning_dist.model.randomness import unchanged_random_numbers
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.step_loggers import without_loggers
-from lightning_dist.randomness import unchanged_random_numbers
-from lightning_dist.step_graph import TraceError
+from lightning_dist.tracing.step_graph import TraceError
 
 __all__ = ["FakeStep", "example_args", "example_step", "fake_step", "parameters_unchanged", "without_updates"]
 

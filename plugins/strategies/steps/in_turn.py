@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.parallel_module import ParallelModule
-from lightning_dist.pipeline import Pipeline
 from lightning_dist.plugins.strategies.steps.pipelined import PipelinedSteps, logging_whole
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.step_graph import checkpointing_without_reentry
+from lightning_dist.techniques.pipeline import Pipeline
+from lightning_dist.tracing.step_graph import checkpointing_without_reentry
 
 __all__ = ["StepsInTurn"]
 

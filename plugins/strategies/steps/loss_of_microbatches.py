@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dist.pipeline import Pipeline, map_leaves
-from lightning_dist.randomness import unchanged_random_numbers
-from lightning_dist.step_graph import Leaf, StepGraph
+from lightning_dist.model.randomness import unchanged_random_numbers
+from lightning_dist.techniques.pipeline import Pipeline, map_leaves
+from lightning_dist.tracing.step_graph import Leaf, StepGraph
 
 __all__ = ["warn_of_other_losses"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist.pipeline import refuse_gradients_of_parts
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.collectives import stand_ins_for_collectives
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
+from lightning_dist.techniques.pipeline import refuse_gradients_of_parts
 
 __all__ = ["manual_operations", "manual_operations_on_fakes"]
 

@@ -14,9 +14,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dist.consensus import OtherRankError
-from lightning_dist.pipeline import Pipeline
+from lightning_dist.mesh.consensus import OtherRankError
 from lightning_dist.plugins import _compat
+from lightning_dist.techniques.pipeline import Pipeline
 
 __all__ = ["SharedMetrics"]
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_dist._compat import NORM
-from lightning_dist.pipeline import batch_size_of, check_divides, num_microbatches_for, split_batch
+from lightning_dist.techniques.pipeline import batch_size_of, check_divides, num_microbatches_for, split_batch
 
 __all__ = ["BatchSplitter"]
 

@@ -21,19 +21,8 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_dist._compat import tree_leaves
-from lightning_dist.collectives import begin_any_of_flags, group_on_host
+from lightning_dist.mesh.collectives import begin_any_of_flags, group_on_host
 from lightning_dist.parallel_module import ParallelModule
-from lightning_dist.pipeline import (
-    AllStages,
-    Attempt,
-    PathAgreement,
-    Pipeline,
-    PreparedStep,
-    StepOutcome,
-    raise_first,
-    raise_together,
-    signature,
-)
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
@@ -45,7 +34,18 @@ from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.steps.result import StepResult, merge_values, merged_outputs
 from lightning_dist.plugins.strategies.steps.results_broadcast import Results, ResultsBroadcast
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.step_graph import LoopByValueError, RepeatedCallsError, StepGraph, TraceError, trace_step
+from lightning_dist.techniques.pipeline import (
+    AllStages,
+    Attempt,
+    PathAgreement,
+    Pipeline,
+    PreparedStep,
+    StepOutcome,
+    raise_first,
+    raise_together,
+    signature,
+)
+from lightning_dist.tracing.step_graph import LoopByValueError, RepeatedCallsError, StepGraph, TraceError, trace_step
 
 __all__ = ["PipelinedSteps", "logging_whole"]
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
-from lightning_dist.pipeline import BuffersOfStep, Pipeline, StepOutcome, refuse_stand_ins
-from lightning_dist.pipeline.attributes import restore, save_attributes
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.example_step import without_updates
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
 from lightning_dist.plugins.strategies.steps.results_broadcast import Results
-from lightning_dist.step_graph import Leaf, StepGraph, is_object, packages_of
+from lightning_dist.techniques.pipeline import BuffersOfStep, Pipeline, StepOutcome, refuse_stand_ins
+from lightning_dist.techniques.pipeline.attributes import restore, save_attributes
+from lightning_dist.tracing.step_graph import Leaf, StepGraph, is_object, packages_of
 
 __all__ = ["StepResult", "merge_values", "merged_outputs"]
 

@@ -12,9 +12,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dist.collectives import FlaggedBroadcast
-from lightning_dist.consensus import OtherRankError
-from lightning_dist.pipeline import Pipeline
+from lightning_dist.mesh.collectives import FlaggedBroadcast
+from lightning_dist.mesh.consensus import OtherRankError
+from lightning_dist.techniques.pipeline import Pipeline
 
 __all__ = ["Results", "ResultsBroadcast"]
 

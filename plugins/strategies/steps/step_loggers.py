@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyExperiment
 
-from lightning_dist.step_graph import TraceError
+from lightning_dist.tracing.step_graph import TraceError
 
 __all__ = ["SilentLoggers", "without_loggers"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dist.plugins.strategies.steps.collectives import stand_ins_for_collectives
 from lightning_dist.plugins.strategies.steps.example_step import parameters_unchanged
-from lightning_dist.step_graph import note_exchange
+from lightning_dist.tracing.step_graph import note_exchange
 
 __all__ = ["StepTracing"]
 

@@ -17,7 +17,7 @@ from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.step_in_backward import StepInBackward
+from lightning_dist.techniques.step_in_backward import StepInBackward
 
 __all__ = ["WholeSteps"]
 

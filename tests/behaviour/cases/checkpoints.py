@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
 from lightning_dist import full_parameters
-from lightning_dist.consensus import timed_barrier
+from lightning_dist.mesh.consensus import timed_barrier
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import Classifier, LanguageModel, tokens
 

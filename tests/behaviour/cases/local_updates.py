@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.compression import DiLoCo, LocalSGD
-from lightning_dist.parity import whole_parameters
+from lightning_dist.run.parity import whole_parameters
+from lightning_dist.techniques.compression import DiLoCo, LocalSGD
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import tokens
 from tests.behaviour.writers import Writer, momentum

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 import lightning_dist
-from lightning_dist.compression import LocalSGD, TopK
+from lightning_dist.techniques.compression import LocalSGD, TopK
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import tokens
 from tests.behaviour.writers import Writer

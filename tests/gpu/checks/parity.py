@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dist.parity import errors
+from lightning_dist.run.parity import errors
 from tests.gpu.check import Found
 from tests.gpu.ranks import Ranks
 from tests.parity.pipeline_run import PipelineCase, one_process, pipelined

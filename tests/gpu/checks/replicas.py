@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_dist.compression import BF16, FP8, FP16, Compressor, DiLoCo, Int8, LocalSGD, PowerSGD, TopK
+from lightning_dist.techniques.compression import BF16, FP8, FP16, Compressor, DiLoCo, Int8, LocalSGD, PowerSGD, TopK
 from tests.gpu.check import Found
 from tests.gpu.checks.parity import worst_error
 from tests.gpu.ranks import Ranks

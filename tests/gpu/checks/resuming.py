@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_dist.parity import whole_parameters
+from lightning_dist.run.parity import whole_parameters
 from tests.accelerator import place
 from tests.gpu.check import Found
 from tests.gpu.checks.parity import worst_error

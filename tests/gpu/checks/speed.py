@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.telemetry import peak_memory_mib
-from lightning_dist.telemetry.peak import peak_of
+from lightning_dist.run.telemetry import peak_memory_mib
+from lightning_dist.run.telemetry.peak import peak_of
 from tests.bench import handwritten
 from tests.bench.harness import LOSS_TOLERANCE_BFLOAT16, EndStep, Pace, Pairs, average_orders, compare_steps
 from tests.bench.sides import SIDES, with_trainer

@@ -1,0 +1,31 @@
+"""Name what configurations choose for gradients between replicas, and what compressors of your own derive from."""
+
+from lightning_dist.techniques.compression import (
+    BF16,
+    FP8,
+    FP16,
+    Compressor,
+    DiLoCo,
+    Int8,
+    LocalSGD,
+    PowerSGD,
+    SyncMethod,
+    TopK,
+)
+from lightning_dist.techniques.compression.blockwise import Blockwise
+from lightning_dist.techniques.compression.two_shot import TwoShot
+
+__all__ = [
+    "BF16",
+    "FP8",
+    "FP16",
+    "Blockwise",
+    "Compressor",
+    "DiLoCo",
+    "Int8",
+    "LocalSGD",
+    "PowerSGD",
+    "SyncMethod",
+    "TopK",
+    "TwoShot",
+]

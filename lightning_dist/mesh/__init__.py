@@ -1,0 +1,1 @@
+"""Lay out the ranks of a run, and let them communicate."""

@@ -1,0 +1,1 @@
+"""Find the parts of a model, and give them their first values and random numbers."""

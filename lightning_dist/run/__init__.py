@@ -1,0 +1,1 @@
+"""Hold what a run needs besides its steps: the watchdog, telemetry, samplers, parity and pretrained weights."""

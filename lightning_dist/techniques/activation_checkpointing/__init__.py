@@ -1,0 +1,13 @@
+"""Keep fewer activations for the backward.
+
+- ``mode``: Says what is kept, as the strategies' argument ``activation_checkpointing`` chooses.
+- ``activation_checkpointing``: Implements the technique.
+- ``block_state``: Lets a block run again with the buffers and random numbers of its forward.
+- ``saved_operations``: Chooses the results that ``selective`` keeps.
+- ``offload``: Keeps activations in the memory of the CPU.
+"""
+
+from lightning_dist.techniques.activation_checkpointing.activation_checkpointing import ActivationCheckpointing
+from lightning_dist.techniques.activation_checkpointing.mode import CheckpointingMode, Kind
+
+__all__ = ["ActivationCheckpointing", "CheckpointingMode", "Kind"]

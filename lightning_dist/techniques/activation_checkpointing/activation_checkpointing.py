@@ -1,0 +1,145 @@
+"""Checkpoint activations: compute those of a block again in the backward (Chen et al., 2016).
+
+A block keeps its class, its names and its hooks. Only ``forward`` is replaced, on the instance, so that the block's
+hooks do not run again in the backward. The rerun has the buffers and random numbers that the forward had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
+
+from lightning_dist._compat import own_parameters, tree_map
+from lightning_dist.model.units import Unit
+from lightning_dist.parameters.on_use import GatheredOnUse
+from lightning_dist.techniques.activation_checkpointing.block_state import BlockState
+from lightning_dist.techniques.activation_checkpointing.copies import Copies
+from lightning_dist.techniques.activation_checkpointing.mode import CheckpointingMode
+from lightning_dist.techniques.activation_checkpointing.offload import offload
+from lightning_dist.techniques.activation_checkpointing.saved_operations import selective_contexts
+from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound
+
+__all__ = ["ActivationCheckpointing"]
+
+
+class ActivationCheckpointing(Technique):
+    """Keep fewer activations of blocks for the backward.
+
+    Args:
+        mode: Which blocks keep what.
+        units: All units of the model, also those of other stages.
+
+    Raises:
+        ValueError: If no block is chosen.
+    """
+
+    def __init__(self, mode: CheckpointingMode, units: Sequence[Unit]) -> None:
+        self._mode = mode
+        self._copies = Copies()
+        blocks = [module for unit in units if unit.kind == "block" for module in unit.modules]
+        self._chosen = {block for index, block in enumerate(blocks) if mode.chooses(index)}
+        self._num_blocks = len(blocks)
+        if blocks and not self._chosen:
+            raise ValueError(
+                f"activation_checkpointing={{'every': {mode.every}}} chooses none of the model's {len(blocks)} blocks:"
+                " use a smaller number, or 'none'."
+            )
+
+    def attach(self, parallel: Parallel) -> None:
+        """Collect the contexts that other techniques need around a block that runs again."""
+        self._around_rerun = bound(parallel.techniques, "around_rerun")
+        self._is_form = bound(parallel.techniques, "is_form_of_parameter")
+
+    def prepare_unit(self, unit: Unit) -> None:
+        """Replace the forwards of those of the unit's modules that are chosen blocks."""
+        for block in unit.modules:
+            if block not in self._chosen:
+                continue
+            if self._mode.kind == "offload":
+                offload(block, self._copies)
+                continue
+            around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
+            contexts = selective_contexts if self._mode.kind == "selective" else noop_context_fn
+            _recompute(block, [*around, BlockState(block).begin], contexts, partial(self._has_other_parameters, block))
+
+    def _has_other_parameters(self, block: nn.Module) -> bool:
+        """Return whether the step has put tensors of its own in the place of parameters of ``block``.
+
+        ``torch.func.functional_call`` does so for one forward; a rerun in the backward would compute with others.
+        """
+        return any(
+            not isinstance(held, nn.Parameter | GatheredOnUse)
+            and not any(is_form(module, key, held) for is_form in self._is_form)
+            for module in block.modules()
+            for key, held in own_parameters(module).items()
+            if held is not None
+        )
+
+    def table_rows(self) -> Rows:
+        """Return a row that says what is computed again, or where it is kept."""
+        is_all = len(self._chosen) == self._num_blocks
+        blocks = "blocks" if is_all else f"{len(self._chosen)} of {self._num_blocks} blocks"
+        if self._mode.kind == "offload":
+            yield "offloaded", f"activations of {blocks}, to the memory of the CPU"
+        elif self._mode.kind == "selective":
+            yield (
+                "recomputed",
+                f"activations of {blocks} but attention and every second matrix product, in the backward",
+            )
+        else:
+            yield "recomputed", f"activations of {blocks}, in the backward"
+
+
+def _recompute(
+    block: nn.Module,
+    around: Sequence[Callable[[], Callable[[], AbstractContextManager[None]]]],
+    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
+    has_other_parameters: Callable[[], bool],
+) -> None:
+    """Replace the forward of ``block`` by one that runs again in the backward.
+
+    Args:
+        block: A module of a unit of the kind ``block``, whose ``forward`` is replaced on the instance.
+        around: Functions that are called when a forward begins. Each returns a function whose context is entered around
+            that forward, and around each time that it runs again.
+        contexts: Function that returns a context around that forward and one around the rerun.
+        has_other_parameters: Function that returns whether a forward computes with other tensors than the block's
+            parameters; its activations are kept.
+    """
+    forward = block.forward
+
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or has_other_parameters():
+            return forward(*args, **kwargs)
+        states = [begin() for begin in around]
+        has_run = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            if has_run:  # A hook that the block puts on its input would otherwise be on the input twice.
+                args, kwargs = tree_map(_alias, (args, kwargs))
+            has_run = True
+            with ExitStack() as stack:
+                for state in states:
+                    stack.enter_context(state())
+                return forward(*args, **kwargs)
+
+        # The rerun must not stop early, because hooks that run after a forward undo what those before it have done.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    block.forward = recomputed
+
+
+def _alias(value: Any) -> Any:
+    """Return a tensor with the same memory and no history in place of a tensor that requires gradients."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()

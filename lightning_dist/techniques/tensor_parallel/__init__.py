@@ -1,0 +1,42 @@
+"""Run tensor parallelism: split single layers over the ranks of ``tp``.
+
+These modules find a plan:
+
+- ``plan``: Represents a plan (which module is split in which style), and reads those of the user and Hugging Face.
+- ``layers``: Finds out which embeddings and attention heads can be split.
+- ``infer``: Infers a plan from the data flow between layers, which a step on fake tensors has recorded.
+- ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
+- ``trial``: Compares the outputs and gradients of a split block with those of the whole block on random inputs.
+- ``unit_trials``: Tries each unit as planned, and replicates the layers whose split changes its results.
+- ``planner``: Combines these into the plan of a model.
+
+These modules apply it:
+
+- ``apply``: Splits a model as its plan says, and decides which form of a parameter its modules hold when.
+- ``placements``: Decides which part of each parameter a rank has.
+- ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
+- ``same_batch``: Checks that the ranks of one ``tp`` group are given the same batch.
+- ``table``, ``unsplit``: Describe the plan in the start-up table (what is split, what is replicated, and why).
+"""
+
+from lightning_dist.techniques.tensor_parallel.apply import TensorParallel
+from lightning_dist.techniques.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
+from lightning_dist.techniques.tensor_parallel.planner import StepTrace, TensorParallelConfig, find_plan, make_plan
+from lightning_dist.techniques.tensor_parallel.same_batch import DifferentBatchError, SameBatch
+from lightning_dist.techniques.tensor_parallel.split_logits import SplitLogits
+
+__all__ = [
+    "STYLES",
+    "DifferentBatchError",
+    "Entry",
+    "Plan",
+    "PlanError",
+    "SameBatch",
+    "SplitLogits",
+    "StepTrace",
+    "TensorParallel",
+    "TensorParallelConfig",
+    "find_plan",
+    "make_plan",
+    "resolve_plan",
+]

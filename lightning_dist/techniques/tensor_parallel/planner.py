@@ -1,0 +1,447 @@
+"""Find the tensor-parallel plan of a model.
+
+The plans of the user and of Hugging Face come first; the rest is inferred from a step on fake tensors. Each block is
+then split and compared with the whole block on random inputs (``trial``). If the results differ, a split that the
+user has asked for is refused, and any other is replaced by replicating the modules.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_dist.mesh.consensus import check_agreement
+from lightning_dist.model.units import Unit
+from lightning_dist.techniques.tensor_parallel.find_sequence import SequenceFinder
+from lightning_dist.techniques.tensor_parallel.hooked import (
+    SPLITS_FEATURES,
+    SeenByHooks,
+    modules_that_see_parts,
+    why_refused,
+)
+from lightning_dist.techniques.tensor_parallel.infer import LayerGroup, inferred, innermost_around
+from lightning_dist.techniques.tensor_parallel.layers import shared_heads
+from lightning_dist.techniques.tensor_parallel.plan import (
+    Entry,
+    Plan,
+    PlanError,
+    Source,
+    SplitSequence,
+    resolve_plan,
+    with_tied,
+)
+from lightning_dist.techniques.tensor_parallel.split_logits import works_on_parts
+from lightning_dist.techniques.tensor_parallel.unit_trials import PartialPlan, UnitTrials, is_inside
+from lightning_dist.techniques.tensor_parallel.unsplit import reasons_for_whole
+from lightning_dist.tracing.step_graph import Dataflow, record_step
+
+__all__ = ["StepTrace", "TensorParallelConfig", "find_plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class TensorParallelConfig:
+    """Configure how layers are split over ``tp``.
+
+    Args:
+        plan: The user's plan, as for :func:`~lightning_dist.techniques.tensor_parallel.resolve_plan`.
+        is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
+            not compute the same as the whole block.
+        sequence_parallel: Whether hidden states are split along the sequence; None: wherever that computes the same.
+        loss_parallel: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
+        is_async: Whether layers exchange tokens while they multiply.
+        step: Function that runs one step of the module. It is given a function that makes a fake tensor of a real one,
+            and passes each tensor of the batch through it. None: no step can be run (see ``why_no_step``).
+        why_no_step: The reason why ``step`` is None, for the start-up table and for errors.
+        planned: The plan of the module that this one is a copy of; None: find a plan.
+    """
+
+    plan: Mapping[str, str] | None = None
+    is_strict: bool = False
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    is_async: bool = False
+    step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
+    why_no_step: str = "no step is known"
+    planned: Plan | None = None
+
+
+def find_plan(
+    root: nn.Module,
+    units: Sequence[Unit],
+    config: TensorParallelConfig,
+    mesh: DeviceMesh,
+    num_shards: int,
+    experts: Mapping[str, tuple[str, str]] | None = None,
+) -> Plan:
+    """Find the plan by which ``root`` is split. This is a collective over all processes.
+
+    Args:
+        root: The model, not split yet.
+        units: All units of the model; those of the kind ``block`` are its repeated blocks.
+        config: The user's options, and the step to run on fake tensors.
+        mesh: The one-dimensional mesh of the ranks of ``tp``.
+        num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
+        experts: The style of each module of experts (``experts``: another technique distributes them; ``replicate``)
+            and a remark for the start-up table, by full module name; None: the model has no experts.
+
+    Raises:
+        PlanError: If a name in the user's plan matches no module, or a block that is split as the user says does not
+            compute the same as the whole block.
+        OtherRankError: If ranks have found different plans.
+    """
+    if config.planned is not None:
+        return config.planned
+    explicit = resolve_plan(root, config.plan)
+    blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
+    trace = StepTrace(None, config.why_no_step)
+    if config.step is not None:
+        device = torch.device(mesh.device_type)
+        trace = StepTrace(
+            *record_step(lambda: Dataflow(frozenset(blocks), root, works_on_parts), root, config.step, device)
+        )
+    plan = make_plan(
+        root,
+        blocks,
+        explicit,
+        trace,
+        mesh,
+        num_shards=num_shards,
+        is_strict=config.is_strict,
+        splits_sequence=config.sequence_parallel,
+        splits_logits=config.loss_parallel,
+        experts=experts,
+    )
+    check_agreement("The plan of tensor parallelism", plan.outline())
+    return plan
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """Hold the record of one step of a model on fake tensors.
+
+    Args:
+        dataflow: The recorded data flow; None: no step could be run.
+        why_not: The reason why the step ended early or could not begin; empty: it ran to its end.
+    """
+
+    dataflow: Dataflow | None
+    why_not: str = ""
+
+
+def make_plan(
+    root: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    explicit: Mapping[str, Entry],
+    step_trace: StepTrace,
+    mesh: DeviceMesh,
+    *,
+    num_shards: int = 1,
+    is_strict: bool = False,
+    splits_sequence: bool | None = None,
+    splits_logits: bool | None = None,
+    experts: Mapping[str, tuple[str, str]] | None = None,
+) -> Plan:
+    """Make the plan of ``root``, and try it block by block. This is a collective over all processes.
+
+    Args:
+        root: The model, not split yet.
+        blocks: The model's repeated blocks, by full name.
+        explicit: The entries that the user and Hugging Face give, by full module name; other modules' are inferred.
+        step_trace: The record of a step of the model on fake tensors.
+        mesh: The one-dimensional mesh of the ranks of ``tp``.
+        num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
+        is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
+            not compute the same as the whole block.
+        splits_sequence: Whether hidden states are split along the sequence; None: wherever that computes the same.
+        splits_logits: Whether logits stay split; None: unless the recorded step needs whole logits.
+        experts: As for :func:`find_plan`.
+
+    Raises:
+        PlanError: If a block that is split as the user says does not compute the same as the whole block, or if
+            ``splits_sequence`` or ``splits_logits`` is True and cannot be fulfilled.
+    """
+    planner = _Planner(root, blocks, step_trace, mesh, num_shards, is_strict)
+    explicit, of_experts = _split_off_experts(explicit, experts or {})
+    plan = planner.plan(dict(explicit), of_experts, splits_sequence, splits_logits)
+    del planner
+    gc.collect()  # The trials hold copies of blocks, whose modules and hooks are in reference cycles.
+    return plan
+
+
+def _split_off_experts(
+    explicit: Mapping[str, Entry], experts: Mapping[str, tuple[str, str]]
+) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """Return the given entries without those of experts, and the entries of experts, by full module name."""
+    others = {name: entry for name, entry in explicit.items() if name not in experts and entry.style != "experts"}
+    of_experts: dict[str, Entry] = {}
+    for name, (style, why) in experts.items():
+        source: Source = "user" if name in explicit and explicit[name].source == "user" else "inferred"
+        of_experts[name] = Entry(style, source, why)
+    return others, of_experts
+
+
+class _Planner:
+    def __init__(
+        self,
+        root: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        step_trace: StepTrace,
+        mesh: DeviceMesh,
+        num_shards: int,
+        is_strict: bool,
+    ) -> None:
+        self._root = root
+        self._blocks = blocks
+        self._step_trace = step_trace
+        self._mesh = mesh
+        self._is_strict = is_strict
+        self._notes: list[str] = []
+        self._hooks = SeenByHooks(root, step_trace.dataflow)
+        self._trials = UnitTrials(
+            root, step_trace.dataflow, step_trace.why_not, mesh, num_shards, is_strict, self._note_once
+        )
+
+    def plan(
+        self,
+        entries: dict[str, Entry],
+        of_experts: Mapping[str, Entry],
+        splits_sequence: bool | None,
+        splits_logits: bool | None,
+    ) -> Plan:
+        dataflow = self._step_trace.dataflow
+        groups: list[LayerGroup] = []
+        if dataflow is not None:
+            found = inferred(self._root, dataflow, self._mesh.size())
+            groups = [group for group in found.groups if entries.keys().isdisjoint(group.names)]
+            entries, groups = self._without_leaked(entries, groups, dataflow.leaked_layers)
+            entries, groups = self._without_hooked(entries, groups)
+            vocabulary = {name: self._unless_hooked(name, entry) for name, entry in found.vocabulary.items()}
+            given, entries = entries, {**vocabulary, **entries}
+            if not given and not groups and not entries:
+                why_not = self._step_trace.why_not or "no layer's output is added to what it was computed from"
+                self._complain(f"no plan was found: {why_not}")
+        else:
+            entries, _ = self._without_hooked(entries, [])
+            if not entries:
+                self._complain(f"no plan could be inferred: {self._step_trace.why_not}")
+        entries, groups = self._with_tied(entries, groups)
+        for name, unit in self._with_units_of(groups).items():
+            its_groups = [group for group in groups if is_inside(group.row, name)]
+            given = {key: entry for key, entry in entries.items() if is_inside(key, name)}
+            if its_groups or any(entry.is_split for entry in given.values()):
+                entries |= self._trials.try_unit(name, unit, PartialPlan(given), its_groups).entries
+                groups = [group for group in groups if group not in its_groups]
+        for group in groups:  # The remaining groups are in no module whose call was recorded.
+            entries |= self._untried(group)
+        entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
+        sizes = self._trials.kept.sizes
+        sequence: SplitSequence | None = None
+        why_not = "sequence_parallel=False"
+        if splits_sequence is not False:
+            sequence, why_not = self._split_sequence(entries, sizes)
+        if sequence is None and splits_sequence:
+            raise PlanError(f"sequence_parallel=True: {why_not}")
+        entries = {name: self._note_shared_heads(name, entry) for name, entry in entries.items()}
+        self._notes.append(f"hidden states are {'' if sequence else 'not '}split along the sequence" +
+                           (f" ({why_not})" if why_not else ""))  # fmt: skip
+        heads = [name for name, entry in entries.items() if entry.style == "colwise_gather_output"]
+        uses = dataflow.uses if dataflow is not None else {}
+        needs = sorted({use for head in heads for use in uses.get(head, ())})
+        keeps = splits_logits is not False and (not needs or bool(splits_logits))
+        if splits_logits and not heads:
+            raise PlanError("loss_parallel=True: no head is split along the vocabulary; give a plan that does.")
+        if heads:
+            why = f" (used by {', '.join(needs)})" if needs else " (loss_parallel=False)" if not keeps else ""
+            self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
+        entries |= of_experts
+        entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
+        self._notes += reasons_for_whole(self._root, entries, self._trials.kept.parameters, dataflow)
+        return Plan(
+            entries,
+            sizes,
+            sequence,
+            self._may_draw(),
+            bool(heads) and keeps,
+            tuple(self._notes),
+            self._trials.kept.parameters,
+            self._trials.kept.heads,
+            modules_that_see_parts(self._root, entries, sequence, dataflow),
+        )
+
+    def _without_leaked(
+        self, entries: dict[str, Entry], groups: list[LayerGroup], leaked_layers: Collection[str]
+    ) -> tuple[dict[str, Entry], list[LayerGroup]]:
+        """Replicate inferred groups whose features leave a block other than by its output.
+
+        A hook or an attribute may pass the features of a layer to code outside of the blocks. That code would see only
+        this rank's features.
+
+        Args:
+            entries: The entries that the user and Hugging Face give, by full module name.
+            groups: The inferred groups of layers.
+            leaked_layers: Full names of the layers whose features leave a block in this way.
+
+        Returns:
+            The entries together with those of the replicated groups, and the groups that are not replicated.
+
+        Raises:
+            PlanError: If the features are of a layer that the user or Hugging Face splits.
+        """
+        for name, entry in entries.items():
+            if name in leaked_layers and entry.style in SPLITS_FEATURES:
+                raise PlanError(
+                    f"plan: code outside of the blocks uses what {name}, which is split, has computed, and would see"
+                    " this rank's features only: use replicate for it and for the layers that it feeds."
+                )
+        kept = []
+        for group in groups:
+            of_group = group.entries()
+            if any(name in leaked_layers and entry.style in SPLITS_FEATURES for name, entry in of_group.items()):
+                why = "code outside of its block uses its features"
+                entries = {**entries, **{name: entry.replicated(why) for name, entry in of_group.items()}}
+            else:
+                kept.append(group)
+        return entries, kept
+
+    def _without_hooked(
+        self, entries: dict[str, Entry], groups: list[LayerGroup]
+    ) -> tuple[dict[str, Entry], list[LayerGroup]]:
+        """Replicate inferred groups whose features are seen by a hook, as :meth:`_without_leaked` does.
+
+        Raises:
+            PlanError: If the features are of a layer that the user or Hugging Face splits.
+        """
+        for name, entry in entries.items():
+            if hooked := self._hooks.of_entry(name, entry):
+                raise PlanError(f"plan: {why_refused(hooked)}")
+        kept = []
+        for group in groups:
+            if hooked := self._hooks.of_group(group):
+                why = f"{hooked} has a hook"
+                entries = {**entries, **{name: entry.replicated(why) for name, entry in group.entries().items()}}
+            else:
+                kept.append(group)
+        return entries, kept
+
+    def _unless_hooked(self, name: str, entry: Entry) -> Entry:
+        hooked = self._hooks.of_entry(name, entry)
+        return entry.replicated(f"{hooked} has a hook") if hooked else entry
+
+    def _with_tied(
+        self, entries: Mapping[str, Entry], groups: list[LayerGroup]
+    ) -> tuple[dict[str, Entry], list[LayerGroup]]:
+        """Add entries for modules tied to split ones, and drop groups that are tied to a module that cannot be split.
+
+        Returns:
+            The entries of all modules that are in no remaining group, and the remaining groups.
+        """
+        dataflow = self._step_trace.dataflow
+        is_whole_step = dataflow is not None and not self._step_trace.why_not
+        readers = dataflow.readers if dataflow is not None and is_whole_step else None
+        of_groups = {name: entry for group in groups for name, entry in group.entries().items()}
+        tied = self._without_shared(with_tied(self._root, {**of_groups, **entries}, readers))
+        if readers is not None:
+            tied = {name: self._unless_read_elsewhere(name, entry, readers) for name, entry in tied.items()}
+        kept = []
+        for group in groups:
+            whole = [name for name, entry in group.entries().items() if tied[name] != entry]
+            if not whole:
+                kept.append(group)
+            for name in group.names if whole else ():
+                if tied[name].is_split or not tied[name].why:
+                    tied[name] = tied[name].replicated(f"it can only be split with {whole[0]}, which is not split")
+        in_groups = {name for group in kept for name in group.names}
+        return {name: entry for name, entry in tied.items() if name not in in_groups}, kept
+
+    def _unless_read_elsewhere(self, name: str, entry: Entry, readers: Mapping[str, Collection[str]]) -> Entry:
+        """Replicate a module that was inferred to be split if the code of another module reads its parameters."""
+        if entry.source != "inferred" or not entry.is_split:
+            return entry
+        params = set(self._root.get_submodule(name).parameters(recurse=False))
+        split = {key for key, param in self._root.named_parameters() if param in params}
+        tied = {key for key, module in self._root.named_modules() if params & set(module.parameters(recurse=False))}
+        others = {reader for param in split for reader in readers.get(param, ()) if reader} - tied
+        return entry.replicated(f"the code of {min(others)} reads its weight") if others else entry
+
+    def _with_units_of(self, groups: Sequence[LayerGroup]) -> dict[str, nn.Module]:
+        """Return the modules to try: the blocks, and the innermost called module around each group outside of them."""
+        around = {innermost_around(group.names, self._trials.calls) for group in groups} - {""}
+        found = {name for name in around if not any(is_inside(name, block) for block in self._blocks)}
+        outermost = {name for name in found if not any(is_inside(name, other) for other in found - {name})}
+        free = {name for name in outermost if not any(is_inside(block, name) for block in self._blocks)}
+        return {**self._blocks, **{name: self._root.get_submodule(name) for name in sorted(free)}}
+
+    def _untried(self, group: LayerGroup) -> dict[str, Entry]:
+        """Return the entries of a group that no trial can confirm.
+
+        A plain feed-forward group (at most two ``colwise`` layers, not packed, without heads or other parameters) is
+        split nevertheless; any other group is replicated.
+        """
+        if len(group.cols) <= 2 and group.num_packed == 1 and not group.parameters and not group.heads:
+            return group.entries()
+        why = "no module around it can be tried"
+        return {name: entry.replicated(why) for name, entry in group.entries().items()}
+
+    def _without_shared(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Replicate modules that several blocks share, because each block is tried, and perhaps split, separately."""
+        names: dict[nn.Module, list[str]] = defaultdict(list)
+        for name, module in self._root.named_modules(remove_duplicate=False):
+            names[module].append(name)
+        result = dict(entries)
+        for name, entry in entries.items():
+            holders = {block for block in self._blocks for path in names[self._root.get_submodule(name)]
+                       if path.startswith(f"{block}.")}  # fmt: skip
+            if entry.is_split and len(holders) > 1:
+                if entry.source == "user":
+                    raise PlanError(
+                        f"plan: {name} is a part of {len(holders)} blocks, and cannot be split: use replicate."
+                    )
+                result[name] = entry.replicated(f"it is a part of {len(holders)} blocks")
+        return result
+
+    def _split_sequence(
+        self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
+    ) -> tuple[SplitSequence | None, str]:
+        dataflow = self._step_trace.dataflow
+        if dataflow is None or not dataflow.calls:
+            return None, f"no step could be run on fake tensors: {self._step_trace.why_not}"
+        num_ranks, sharing = self._mesh.size(), self._sharing_blocks()
+        finder = SequenceFinder(self._blocks, dataflow, num_ranks, sharing, self._trials.difference, self._hooks.inside)
+        return finder.find(entries, sizes)
+
+    def _sharing_blocks(self) -> set[str]:
+        """Return the names of blocks with a parameter that is also held outside of the block."""
+        names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, param in self._root.named_parameters(remove_duplicate=False):
+            names[param].append(name)
+        return {
+            block
+            for block in self._blocks
+            for its_names in names.values()
+            if 0 < sum(name.startswith(f"{block}.") for name in its_names) < len(its_names)
+        }
+
+    def _note_shared_heads(self, name: str, entry: Entry) -> Entry:
+        """Add to the entry of a key or value layer the remark that several ranks hold the same head."""
+        heads = shared_heads(self._root, name, self._mesh.size()) if entry.style == "colwise" else None
+        return entry if heads is None else replace(entry, why=f"each of its {heads} heads is on several ranks")
+
+    def _complain(self, text: str) -> None:
+        if self._is_strict:
+            raise PlanError(f"strict_plan=True: {text}. Give a plan.")
+        self._notes.append(text)
+
+    def _may_draw(self) -> bool:
+        dataflow = self._step_trace.dataflow
+        return dataflow is None or bool(self._step_trace.why_not) or dataflow.draws_random
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)

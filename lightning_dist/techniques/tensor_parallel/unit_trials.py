@@ -1,0 +1,327 @@
+"""Try units that are split as a plan says, and replicate the layers whose split changes the results.
+
+A unit is a block, or the innermost called module around a group of layers outside of blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_dist.model.layers import linear_layer
+from lightning_dist.techniques.tensor_parallel.infer import LayerGroup
+from lightning_dist.techniques.tensor_parallel.plan import Entry, Plan, PlanError, SplitHeads, SplitSequence
+from lightning_dist.techniques.tensor_parallel.trial import BLOCK, Trial
+from lightning_dist.tracing.block_trial import kind_of_block
+from lightning_dist.tracing.step_graph import Dataflow
+from lightning_dist.tracing.step_graph.dataflow import Call
+
+__all__ = ["PartialPlan", "UnitTrials", "is_inside"]
+
+
+@dataclass(frozen=True)
+class PartialPlan:
+    """Represent the part of a plan that concerns one unit, or several of them.
+
+    The fields mean the same as those of :class:`~lightning_dist.techniques.tensor_parallel.plan.Plan`.
+    """
+
+    entries: Mapping[str, Entry]
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    heads: Mapping[str, SplitHeads] = field(default_factory=dict)
+
+    def joined(self, *others: PartialPlan) -> PartialPlan:
+        """Merge this part of a plan with ``others``; later ones override earlier ones."""
+        result = self
+        for other in others:
+            result = PartialPlan(
+                {**result.entries, **other.entries},
+                {**result.sizes, **other.sizes},
+                {**result.parameters, **other.parameters},
+                {**result.heads, **other.heads},
+            )
+        return result
+
+    def inside(self, name: str) -> PartialPlan:
+        """Return the part of this plan that concerns the module ``name`` and its submodules."""
+        return PartialPlan(
+            {key: value for key, value in self.entries.items() if is_inside(key, name)},
+            {key: value for key, value in self.sizes.items() if is_inside(key, name)},
+            {key: value for key, value in self.parameters.items() if is_inside(key, name)},
+            {key: value for key, value in self.heads.items() if is_inside(key, name)},
+        )
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Return whether ``name`` is the module ``module`` or one of its submodules."""
+    return name == module or name.startswith(f"{module}.")
+
+
+def _candidates(group: LayerGroup) -> Iterator[PartialPlan]:
+    """Yield the ways to split a group that are worth a trial, with the most likely one first."""
+    for num_packed in dict.fromkeys((group.num_packed, 1)):
+        yield PartialPlan(group.entries(num_packed), {}, group.parameters, group.heads)
+        if group.parameters or group.heads:
+            yield PartialPlan(group.entries(num_packed))
+
+
+class UnitTrials:
+    """Compare split units with whole ones, and remember the results.
+
+    Args:
+        root: The model with whole parameters.
+        dataflow: The recorded data flow of a step; None: no step could be run.
+        why_not: The reason why the step ended early or could not begin; empty: it ran to its end.
+        mesh: The one-dimensional mesh of the ranks of ``tp``.
+        num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
+        is_strict: Whether to raise an error if a unit that is split as inferred does not compute the same.
+        note: Function that is given a sentence for the start-up table.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        dataflow: Dataflow | None,
+        why_not: str,
+        mesh: DeviceMesh,
+        num_shards: int,
+        is_strict: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        self._root = root
+        self._dataflow = dataflow
+        self._why_not = why_not
+        self._mesh = mesh
+        self._num_shards = num_shards
+        self._is_strict = is_strict
+        self._note = note
+        self._trials: dict[object, Trial] = {}
+        self._answers: dict[object, str] = {}
+        self._impossible: set[str] = set()  # These are the errors of splits that could not even be tried.
+        self._units: dict[str, nn.Module] = {}
+        self.calls: dict[str, Call] = {}
+        """The first call of each module in the recorded step, by the module's name."""
+        if dataflow is not None:
+            self.calls = {call.name: call for call in reversed(dataflow.calls)}
+        self.kept = PartialPlan({})
+        """The part of the plan that has passed its trials so far."""
+
+    def try_unit(self, name: str, unit: nn.Module, given: PartialPlan, groups: Sequence[LayerGroup]) -> PartialPlan:
+        """Try a unit as planned, and replicate the inferred groups whose split changes its results.
+
+        Args:
+            name: Full name of the unit in the model.
+            unit: The module itself, with whole parameters; the trial works on copies of it.
+            given: The part of the plan for the unit that the user, Hugging Face and the split of the vocabulary
+                determine.
+            groups: The inferred groups inside the unit.
+
+        Returns:
+            The part of the plan for the unit, in which inferred groups that change its results are replicated.
+
+        Raises:
+            PlanError: If the user's entries change the results, or any entries under ``strict_plan=True``.
+        """
+        self._units[name] = unit
+        tried = self._tried(name, given, groups)
+        self.kept = self.kept.joined(tried)
+        return tried
+
+    def _tried(self, name: str, given: PartialPlan, groups: Sequence[LayerGroup]) -> PartialPlan:
+        kind = type(self._units[name]).__name__
+        everything = given.joined(*(next(_candidates(group)) for group in groups))
+        if name not in self.calls:
+            self._note(f"{kind} was not tried: " + (self._why_not or "it was not called"))
+            why = "it could not be tried: its block was not called"
+            whole = {key: entry.replicated(why) for group in groups for key, entry in group.entries().items()}
+            return given.joined(PartialPlan(whole))
+        tried, error = self._try_sizes(name, everything)
+        if not error:
+            return tried
+        kept = self._tried_of_given(name, given)
+        for group in groups:
+            first = ""
+            for candidate in _candidates(group):
+                tried, error = self._try_sizes(name, kept.joined(candidate))
+                first = first or error
+                if not error:
+                    kept = tried
+                    break
+            else:
+                if self._is_strict:
+                    raise PlanError(
+                        f"strict_plan=True: split as inferred, {name} ({kind}) does not compute the same: {first}"
+                    )
+                whole = {key: entry.replicated(first) for key, entry in group.entries().items()}
+                kept = kept.joined(PartialPlan(whole))
+        return kept
+
+    def _tried_of_given(self, name: str, given: PartialPlan) -> PartialPlan:
+        """Try a unit whose inferred groups are not split.
+
+        If the given entries do not come from the user, those that change the unit's results are replicated.
+
+        Raises:
+            PlanError: If the user's entries change the results, or any entries under ``strict_plan=True``.
+        """
+        if not any(entry.is_split for entry in given.entries.values()):
+            return given
+        tried, error = self._try_sizes(name, given)
+        if not error:
+            return tried
+        source = next(entry.source for entry in given.entries.values() if entry.is_split)
+        kind = type(self._units[name]).__name__
+        if source == "user" and error in self._impossible:
+            raise PlanError(f"plan: {error}")
+        if source == "user":
+            raise PlanError(f"plan: split as given, {name} ({kind}) does not compute the same as the whole: {error}")
+        if self._is_strict:
+            raise PlanError(f"strict_plan=True: split as {source}, {name} ({kind}) does not compute the same: {error}")
+        kept = PartialPlan({})
+        for part in self._parts(given.entries):
+            tried, error = self._try_sizes(name, kept.joined(PartialPlan(part)))
+            whole = PartialPlan({key: entry.replicated(error) for key, entry in part.items()})
+            kept = kept.joined(whole) if error else tried
+        return kept
+
+    def _parts(self, entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
+        """Partition a block's entries by the ``rowwise`` layer that they feed; entries that feed none come last."""
+        dataflow = self._dataflow
+        assert dataflow is not None
+        rows = [name for name, entry in entries.items() if entry.style == "rowwise"]
+        parts = []
+        for row in rows:
+            cols = dataflow.input_sources[row]
+            feeding = [
+                name
+                for name in entries
+                if name in cols
+                or (name not in rows and dataflow.input_sources[name] and dataflow.input_sources[name] <= cols)
+            ]
+            parts.append({name: entries[name] for name in (*feeding, row)})
+        taken = {name for part in parts for name in part}
+        rest = {name: entry for name, entry in entries.items() if name not in taken}
+        return [*parts, *([rest] if rest else [])]
+
+    def _try_sizes(self, name: str, split: PartialPlan) -> tuple[PartialPlan, str]:
+        """Find the attribute sizes with which a split unit computes the same as the whole one.
+
+        Returns:
+            The split with these sizes, and an empty text; or ``split`` itself, and the error of the first try.
+        """
+        first = ""
+        for sizes in self._candidate_sizes(name, split.entries):
+            tried = replace(split, sizes=sizes)
+            error = self._difference(name, tried, None)
+            if not error:
+                return tried, ""
+            first = first or error
+        return split, first
+
+    def _candidate_sizes(self, name: str, entries: Mapping[str, Entry]) -> Iterator[dict[str, dict[str, int]]]:
+        """Yield the sets of attributes to divide: none, those that count heads, those that count features, and both.
+
+        ``num_key_value_groups`` is adapted in each of them.
+        """
+        size = self._mesh.size()
+        yield self._sizes(name, entries, size, heads=False, features=False)
+        yield self._sizes(name, entries, size, heads=True, features=False)
+        yield self._sizes(name, entries, size, heads=False, features=True)
+        yield self._sizes(name, entries, size, heads=True, features=True)
+
+    def _sizes(
+        self, name: str, entries: Mapping[str, Entry], size: int, heads: bool, features: bool
+    ) -> dict[str, dict[str, int]]:
+        changed: dict[str, dict[str, int]] = {}
+        rows = [key for key, entry in entries.items() if entry.style == "rowwise"]
+        for row in rows:
+            layer = linear_layer(self._root.get_submodule(row))
+            assert layer is not None
+            cols = self._dataflow.input_sources[row] if self._dataflow is not None else set()
+            for owner in sorted({key.rpartition(".")[0] for key in (row, *cols) if key.startswith(f"{name}.")}):
+                module = self._root.get_submodule(owner)
+                for key, value in vars(module).items():
+                    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+                        continue
+                    if key == "num_key_value_groups":
+                        new = self._groups_of_keys(module, value, size)
+                    elif heads and re.search(r"heads?$", key) and value != layer.in_features:
+                        new = max(value // size, 1)
+                    elif features and value == layer.in_features:
+                        new = value // size
+                    else:
+                        continue
+                    if new != value:
+                        changed.setdefault(owner, {})[key] = new
+        return changed
+
+    def _groups_of_keys(self, module: nn.Module, groups: int, size: int) -> int:
+        """Return the number of query heads that share a key head on one rank.
+
+        It is ``groups`` as in the whole model, unless there are fewer key heads than ranks (``size``), so that several
+        ranks have copies of the same key head.
+        """
+        head_dim, key = getattr(module, "head_dim", None), getattr(module, "k_proj", None)
+        layer = linear_layer(key) if isinstance(key, nn.Module) else None
+        if layer is None or not isinstance(head_dim, int):
+            return groups
+        num_key_heads = layer.out_features // head_dim
+        return groups if num_key_heads >= size else max(groups * num_key_heads // size, 1)
+
+    def difference(
+        self,
+        name: str,
+        entries: Mapping[str, Entry],
+        sizes: Mapping[str, Mapping[str, int]],
+        sequence: SplitSequence | None,
+    ) -> str:
+        """Return how a unit differs from the whole one if it is split as given; empty: it does not.
+
+        The parameters and heads of the unit are split as in the part of the plan that has already passed for it.
+
+        Args:
+            name: Full name of a unit that :meth:`try_unit` has tried.
+            entries: The entries of the unit's modules, by full name.
+            sizes: The attribute sizes of the unit's modules, as in the plan.
+            sequence: Description of the split of hidden states along the sequence; None: they are not split.
+        """
+        return self._difference(name, replace(self.kept.inside(name), entries=entries, sizes=sizes), sequence)
+
+    def _difference(self, name: str, split: PartialPlan, sequence: SplitSequence | None) -> str:
+        """Return how a split unit differs from the whole one (see :meth:`Trial.difference`); empty: it does not.
+
+        Units of the same class, shapes, inputs and flags share one trial and its answers.
+        """
+        unit = self._units[name]
+
+        def inside(key: str) -> str:
+            return BLOCK + key[len(name) :]
+
+        # The entries are sorted, because ranks must agree on whether a plan was tried already: a trial is a collective.
+        plan = Plan(
+            {inside(key): entry for key, entry in sorted(split.entries.items())},
+            {inside(key): dict(sorted(value.items())) for key, value in sorted(split.sizes.items())},
+            sequence,
+            parameters={inside(key): dim for key, dim in sorted(split.parameters.items())},
+            heads={inside(key): heads for key, heads in sorted(split.heads.items())},
+        )
+        used = () if self._dataflow is None else self._dataflow.used_later.get(name, ())
+        kind = kind_of_block(unit, self.calls[name], used)
+        if kind not in self._trials:
+            self._trials[kind] = Trial(unit, self.calls[name], self._mesh, self._num_shards, used)
+        trial = self._trials[kind]
+        if trial.error:
+            return f"it could not be tried: {trial.error}"
+        question = (kind, repr(plan))
+        if question not in self._answers:
+            try:
+                self._answers[question] = trial.difference(plan)
+            except PlanError as error:
+                self._answers[question] = str(error).removeprefix("plan: ").replace(f"{BLOCK}.", f"{name}.")
+                self._impossible.add(self._answers[question])
+        return self._answers[question]

@@ -1,0 +1,1 @@
+"""Run a step on fake tensors, and try what a distributed block computes."""
