@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.parameters.shard_memory import ShardMemory
 
 __all__ = ["Parallel", "Points", "Rows", "Technique", "bound", "find_gradient_reducer", "find_shard_memory"]
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 Rows = Iterable[tuple[str, str]]
 """Rows of the table at the start of a run: a label, which is empty if the row continues the last one, and a text."""
@@ -416,19 +419,18 @@ INSIDE_OUT = frozenset(
 """Names of the methods that are called for the innermost technique first; others are called outermost first."""
 
 
-def bound(techniques: Sequence[Technique], point: str) -> tuple[Callable[..., Any], ...]:
+def bound(
+    techniques: Sequence[Technique], point: Callable[Concatenate[Technique, _Arguments], _Result]
+) -> tuple[Callable[_Arguments, _Result], ...]:
     """Return the method ``point`` of each technique that overrides it, in the order in which they are called.
 
     Args:
         techniques: The techniques, from the outside in.
-        point: Name of a method of :class:`Technique`.
+        point: A method of :class:`Technique`, such as ``Technique.before_step``.
     """
-    found = [
-        getattr(technique, point)
-        for technique in techniques
-        if getattr(type(technique), point) is not getattr(Technique, point)
-    ]
-    return tuple(reversed(found) if point in INSIDE_OUT else found)
+    name = point.__name__
+    found = [getattr(technique, name) for technique in techniques if getattr(type(technique), name) is not point]
+    return tuple(reversed(found) if name in INSIDE_OUT else found)
 
 
 def find_gradient_reducer(techniques: Sequence[Technique]) -> GradientReducer | None:
@@ -437,7 +439,7 @@ def find_gradient_reducer(techniques: Sequence[Technique]) -> GradientReducer | 
     Args:
         techniques: The techniques, from the outside in.
     """
-    reducers = (reducer() for reducer in bound(techniques, "gradient_reducer"))
+    reducers = (reducer() for reducer in bound(techniques, Technique.gradient_reducer))
     return next((reducer for reducer in reducers if reducer is not None), None)
 
 
@@ -447,7 +449,7 @@ def find_shard_memory(techniques: Sequence[Technique]) -> ShardMemory | None:
     Args:
         techniques: The techniques, from the outside in.
     """
-    memories = (shard_memory() for shard_memory in bound(techniques, "shard_memory"))
+    memories = (shard_memory() for shard_memory in bound(techniques, Technique.shard_memory))
     return next((memory for memory in memories if memory is not None), None)
 
 
@@ -459,9 +461,56 @@ class Points:
     """
 
     def __init__(self, techniques: Sequence[Technique]) -> None:
-        for point in vars(Technique):
-            if not point.startswith("_") and callable(getattr(Technique, point)):
-                vars(self)[point] = bound(techniques, point)
-
-    def __getattr__(self, point: str) -> tuple[Callable[..., Any], ...]:
-        raise AttributeError(f"Technique has no method {point!r}.")
+        self.select_units = bound(techniques, Technique.select_units)
+        self.remote_tensors = bound(techniques, Technique.remote_tensors)
+        self.attach = bound(techniques, Technique.attach)
+        self.prepare_unit = bound(techniques, Technique.prepare_unit)
+        self.shard_dim = bound(techniques, Technique.shard_dim)
+        self.param_dtype = bound(techniques, Technique.param_dtype)
+        self.gradient_reducer = bound(techniques, Technique.gradient_reducer)
+        self.shard_memory = bound(techniques, Technique.shard_memory)
+        self.manage_unit = bound(techniques, Technique.manage_unit)
+        self.finish = bound(techniques, Technique.finish)
+        self.before_training_step = bound(techniques, Technique.before_training_step)
+        self.before_step = bound(techniques, Technique.before_step)
+        self.around_step = bound(techniques, Technique.around_step)
+        self.wrap_step = bound(techniques, Technique.wrap_step)
+        self.on_gather = bound(techniques, Technique.on_gather)
+        self.on_free = bound(techniques, Technique.on_free)
+        self.around_rerun = bound(techniques, Technique.around_rerun)
+        self.finish_output = bound(techniques, Technique.finish_output)
+        self.after_step = bound(techniques, Technique.after_step)
+        self.after_error = bound(techniques, Technique.after_error)
+        self.around_backward = bound(techniques, Technique.around_backward)
+        self.after_backward = bound(techniques, Technique.after_backward)
+        self.gradients_left = bound(techniques, Technique.gradients_left)
+        self.prepare_optimizer = bound(techniques, Technique.prepare_optimizer)
+        self.before_optimizer_step = bound(techniques, Technique.before_optimizer_step)
+        self.after_optimizer_step = bound(techniques, Technique.after_optimizer_step)
+        self.synchronize_replicas = bound(techniques, Technique.synchronize_replicas)
+        self.around_microbatches = bound(techniques, Technique.around_microbatches)
+        self.reduce_microbatches = bound(techniques, Technique.reduce_microbatches)
+        self.after_microbatches = bound(techniques, Technique.after_microbatches)
+        self.around_hook = bound(techniques, Technique.around_hook)
+        self.without_hook_views = bound(techniques, Technique.without_hook_views)
+        self.whole = bound(techniques, Technique.whole)
+        self.splits_tokens_of = bound(techniques, Technique.splits_tokens_of)
+        self.may_split_tokens_of = bound(techniques, Technique.may_split_tokens_of)
+        self.while_gathered = bound(techniques, Technique.while_gathered)
+        self.total_norm = bound(techniques, Technique.total_norm)
+        self.agree_on_buffers = bound(techniques, Technique.agree_on_buffers)
+        self.state_to_write = bound(techniques, Technique.state_to_write)
+        self.hook_state_to_write = bound(techniques, Technique.hook_state_to_write)
+        self.add_remote_state = bound(techniques, Technique.add_remote_state)
+        self.whole_optimizer_state = bound(techniques, Technique.whole_optimizer_state)
+        self.collect_parts = bound(techniques, Technique.collect_parts)
+        self.original = bound(techniques, Technique.original)
+        self.state = bound(techniques, Technique.state)
+        self.state_template = bound(techniques, Technique.state_template)
+        self.load_state = bound(techniques, Technique.load_state)
+        self.table_rows = bound(techniques, Technique.table_rows)
+        self.metrics = bound(techniques, Technique.metrics)
+        self.copies = bound(techniques, Technique.copies)
+        self.write_back = bound(techniques, Technique.write_back)
+        self.write_back_data = bound(techniques, Technique.write_back_data)
+        self.is_form_of_parameter = bound(techniques, Technique.is_form_of_parameter)

@@ -53,8 +53,8 @@ class ActivationCheckpointing(Technique):
 
     def attach(self, parallel: Parallel) -> None:
         """Collect the contexts that other techniques need around a block that runs again."""
-        self._around_rerun = bound(parallel.techniques, "around_rerun")
-        self._is_form = bound(parallel.techniques, "is_form_of_parameter")
+        self._around_rerun = bound(parallel.techniques, Technique.around_rerun)
+        self._is_form = bound(parallel.techniques, Technique.is_form_of_parameter)
 
     def prepare_unit(self, unit: Unit) -> None:
         """Replace the forwards of those of the unit's modules that are chosen blocks."""

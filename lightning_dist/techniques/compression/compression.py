@@ -118,7 +118,7 @@ class Compression(Technique):
 
         # Stages sum the gradients of a parameter that they share after the reduction, and each would have a residual.
         parts = [{name: None for group in self._parallel.groups for name in group.names}]
-        for collect in bound(self._parallel.techniques, "collect_parts"):
+        for collect in bound(self._parallel.techniques, Technique.collect_parts):
             parts = collect(parts)
         counts = Counter(name for part in parts for name in part)
         self._shared = {name for name, count in counts.items() if count > 1}
@@ -269,7 +269,7 @@ class Compression(Technique):
 
     def state(self) -> dict[str, Any]:
         """Return the compressor's state by its name and the names of parameters. This is a collective."""
-        collects = bound(self._parallel.techniques, "collect_parts")
+        collects = bound(self._parallel.techniques, Technique.collect_parts)
         return {str(self.compressor): self._saved_states().save(self.states, self.num_reductions, collects)}
 
     def _saved_states(self) -> SavedStates:

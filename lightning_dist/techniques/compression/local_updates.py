@@ -178,7 +178,7 @@ class LocalUpdates(Technique):
             }
             for name, tensors in self.method.states.items()
         }
-        collects = bound(self._parallel.techniques, "collect_parts")
+        collects = bound(self._parallel.techniques, Technique.collect_parts)
         add_states_of_others(saved, collects)
         residuals = self._saved_residuals()
         return {

@@ -149,8 +149,8 @@ class ExpertParallel(Technique):
 
     def attach(self, parallel: Parallel) -> None:
         """Keep the functions of other techniques that say whether the ranks of ``tp`` have the same tokens."""
-        self._splits_tokens_of = bound(parallel.techniques, "splits_tokens_of")
-        self._may_split_tokens_of = bound(parallel.techniques, "may_split_tokens_of")
+        self._splits_tokens_of = bound(parallel.techniques, Technique.splits_tokens_of)
+        self._may_split_tokens_of = bound(parallel.techniques, Technique.may_split_tokens_of)
 
     def prepare_unit(self, unit: Unit) -> None:
         """Keep this rank's experts of a module, and let its forward send tokens to their experts."""

@@ -45,8 +45,8 @@ class ReplicatedGroup(ParameterGroup):
     ) -> None:
         self._params = dict(unit.params)
         self._mesh = mesh
-        self._write_back_data = bound(techniques, "write_back_data")
-        self._is_form = bound(techniques, "is_form_of_parameter")
+        self._write_back_data = bound(techniques, Technique.write_back_data)
+        self._is_form = bound(techniques, Technique.is_form_of_parameter)
         self._on_gradient = on_gradient
         split = {id(param) for param in self._params.values() if isinstance(param, DTensor)}
         self._places = [
