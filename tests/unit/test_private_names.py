@@ -1,4 +1,6 @@
-"""Use private names of other libraries only in ``_compat`` modules, and no more of torch's than today.
+"""Use private names of other libraries only in ``_compat`` modules, and no more of them than today.
+
+The functions of other libraries that this package replaces for a whole process are counted as well.
 
 The rule: a private name is an identifier that begins with one underscore. It counts as one of another library if it is
 
@@ -40,6 +42,8 @@ _LIBRARIES = (
 )  # fmt: skip
 
 _MAX_OF_TORCH = 86
+_MAX_OF_OTHERS = 70
+_MAX_REPLACED = 22
 
 _ALLOWED = {
     # Documented, in spite of the underscore.
@@ -214,6 +218,41 @@ def test_no_more_private_names_of_torch_are_used_than_before(uses: list[Use]) ->
         f"{len(found)} private names of torch are used, more than _MAX_OF_TORCH = {_MAX_OF_TORCH}. Use a public name."
         " Only if none does the same as fast, raise the limit, and say in the commit why:\n" + "\n".join(found)
     )
+
+
+def test_no_more_private_names_of_other_libraries_are_used_than_before(uses: list[Use]) -> None:
+    found = sorted({use.name for use in uses if not use.is_torch})
+    assert len(found) <= _MAX_OF_OTHERS, (
+        f"{len(found)} private names of Lightning, jsonargparse and others are used, more than _MAX_OF_OTHERS ="
+        f" {_MAX_OF_OTHERS}. Use a public name:\n" + "\n".join(found)
+    )
+
+
+def replaced(source: str) -> list[str]:
+    """Return the attributes of what is imported from other libraries to which ``source`` assigns."""
+    tree = ast.parse(source)
+    theirs = {name for name, _ in _imported(tree)}
+    found = []
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        found += [ast.unparse(each) for each in targets if isinstance(each, ast.Attribute) and _root(each) in theirs]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            owner, name = node.args[:2]
+            found += [f"{ast.unparse(owner)}.{ast.unparse(name)}"] if _root(owner) in theirs else []
+    return found
+
+
+def test_no_more_functions_of_other_libraries_are_replaced_than_before() -> None:
+    found = sorted({name for path in _modules() for name in replaced(path.read_text())})
+    assert len(found) <= _MAX_REPLACED, (
+        f"{len(found)} attributes of other libraries are replaced, more than _MAX_REPLACED = {_MAX_REPLACED}. Use a"
+        " public way, such as a hook or a subclass:\n" + "\n".join(found)
+    )
+
+
+def test_what_is_replaced_is_found() -> None:
+    source = "import torch\nfrom torch import nn\nx.y = 1\ntorch.load = f\nsetattr(nn.Linear, 'forward', g)\n"
+    assert replaced(source) == ["torch.load", "nn.Linear.'forward'"]
 
 
 def test_every_allowed_name_is_used() -> None:
