@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -161,10 +161,8 @@ def _techniques(
 ) -> list[Technique]:
     """Return the techniques, from the outside in. This is a collective over all processes."""
     within_replica = config.sync is not None
-    sharding_mesh, parameter_mesh = (
-        layout.sharding_mesh(mesh, within_replica),
-        layout.parameter_mesh(mesh, within_replica),
-    )
+    sharding_mesh = layout.sharding_mesh(mesh, within_replica)
+    parameter_mesh = layout.parameter_mesh(mesh, within_replica)
     techniques: list[Technique] = [
         ReplicaComparison(mesh, config.check_replicas_every_n_steps),
         FirstStepAudit(),
@@ -173,11 +171,7 @@ def _techniques(
     if config.keep_fp32:  # The forwards must have changed before the traces of a step find dtypes.
         techniques.append(Float32Modules(module, config.keep_fp32, mesh.device_type))
     if config.pipeline is not None and stage_to_stage is not None:
-        splits_backward = layout.tp == layout.ep == 1 and not config.activation_checkpointing
-        group, same_stage = layout.get_mesh(mesh, "pp").get_group(), parameter_mesh
-        part = layout.data_parallel_rank(dist.get_rank())
-        pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
-        techniques.append(pipeline)
+        techniques.append(_pipeline(module, units, layout, mesh, config, stage_to_stage, parameter_mesh))
     if config.sync is not None:
         techniques.append(LocalUpdates(config.sync, layout.parameter_mesh(mesh)))
     if config.compression is not None:
@@ -188,12 +182,7 @@ def _techniques(
         techniques.append(StepInBackward())
     experts = _expert_plan(module, layout, mesh, config)
     if experts.forms:
-        meshes = layout.expert_meshes(mesh, within_replica)
-        everyone = layout.build_expert_group(meshes[1])
-        techniques.append(ExpertParallel(module, experts, *meshes, everyone, config.expert_capacity))
-        stays_as_stored = config.offload is None and config.sharding.param_dtype is None
-        if layout.num_shards > 1 and meshes[0].size() == 1 and stays_as_stored:
-            techniques.append(Replication(*meshes, kind="experts"))  # FSDP2 would copy them without need.
+        techniques += _of_experts(module, experts, layout, mesh, config)
     if layout.num_shards > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))
@@ -221,6 +210,35 @@ def _techniques(
     if config.compilation is not None:
         techniques.append(Compilation(config.compilation))
     return techniques
+
+
+def _pipeline(
+    module: nn.Module,
+    units: Sequence[Unit],
+    layout: ParallelLayout,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    stage_to_stage: dist.ProcessGroup,
+    same_stage: DeviceMesh,
+) -> Pipeline:
+    """Return the pipeline, which has traced a step."""
+    assert config.pipeline is not None
+    splits_backward = layout.tp == layout.ep == 1 and not config.activation_checkpointing
+    group = layout.get_mesh(mesh, "pp").get_group()
+    part = layout.data_parallel_rank(dist.get_rank())
+    return Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
+
+
+def _of_experts(
+    module: nn.Module, plan: ExpertPlan, layout: ParallelLayout, mesh: DeviceMesh, config: ParallelConfig
+) -> Iterator[Technique]:
+    """Yield the techniques that distribute experts. This is a collective over all processes."""
+    meshes = layout.expert_meshes(mesh, config.sync is not None)
+    everyone = layout.build_expert_group(meshes[1])
+    yield ExpertParallel(module, plan, *meshes, everyone, config.expert_capacity)
+    stays_as_stored = config.offload is None and config.sharding.param_dtype is None
+    if layout.num_shards > 1 and meshes[0].size() == 1 and stays_as_stored:
+        yield Replication(*meshes, kind="experts")  # FSDP2 would copy them without need.
 
 
 def _expert_plan(module: nn.Module, layout: ParallelLayout, mesh: DeviceMesh, config: ParallelConfig) -> ExpertPlan:

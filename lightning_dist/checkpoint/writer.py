@@ -109,8 +109,26 @@ class Writer:
         if asynchronous:
             self._prepare_staging(taken)
             taken = replace(taken, tensors=_with_copies(taken.tensors, self._is_first))
-        versions = _versions(taken.tensors)
         self._staged.clear()
+        self._jobs.put(self._job(path, taken, problem, save, asynchronous))
+        if not asynchronous:
+            self.wait()
+        save.stall_s = time.perf_counter() - start
+        return save
+
+    def _job(
+        self, path: Path, taken: Snapshot, problem: Exception | None, save: Save, asynchronous: bool
+    ) -> Callable[[], None]:
+        """Return a function that copies and writes ``taken``, and completes ``save``.
+
+        Args:
+            path: As for :meth:`save`.
+            taken: The snapshot.
+            problem: The exception because of which this rank has no snapshot; None: there was none.
+            save: The record of the save.
+            asynchronous: As for :meth:`save`.
+        """
+        versions = _versions(taken.tensors)
         staging_start = time.perf_counter()
 
         def staged() -> dict[str, torch.Tensor]:
@@ -141,11 +159,7 @@ class Writer:
             save.write_s = time.perf_counter() - staging_start - save.staging_s
             self._finished.put(save)
 
-        self._jobs.put(job)
-        if not asynchronous:
-            self.wait()
-        save.stall_s = time.perf_counter() - start
-        return save
+        return job
 
     def remove(self, path: Path) -> None:
         """Remove the checkpoint at ``path`` if the latest save succeeded and can be read back intact.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from lightning_dist.techniques.pipeline.timeline import Kind, Timeline
+from lightning_dist.techniques.pipeline.timeline import Kind, Span, Timeline
 
 __all__ = ["can_draw", "draw_schedule"]
 
@@ -41,7 +43,6 @@ def draw_schedule(timeline: Timeline, title: str, path: Path) -> None:
     """
     # pyplot is avoided, because it keeps figures in memory and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -65,24 +66,7 @@ def draw_schedule(timeline: Timeline, title: str, path: Path) -> None:
 
     points_per_ms = 72 * inner_width / (1000 * timeline.makespan)
     for rank, spans in enumerate(by_rank):
-        stages = sorted({span.action.stage for span in spans})
-        boxes, faces = [], []
-        for span in spans:
-            colour, text_colour, _ = _COLOURS[span.action.kind]
-            light = _LIGHTEST * stages.index(span.action.stage) / max(1, len(stages) - 1)
-            faces.append(tuple(light + (1 - light) * part for part in to_rgb(colour)))
-            start, length = 1000 * (span.start - timeline.start), 1000 * (span.end - span.start)
-            boxes.append((start, length))
-            number = str(span.action.microbatch)
-            size = min(9.0, 1.4 * points_per_ms * length / len(number))
-            if size >= _SMALLEST_TEXT:
-                text_colour = "black" if light > _LIGHTEST / 2 else text_colour
-                centre = start + length / 2
-                axes.text(centre, rank, number, ha="center", va="center_baseline", fontsize=size, color=text_colour)
-        axes.broken_barh(
-            boxes, (rank - _BOX_HEIGHT / 2, _BOX_HEIGHT), facecolors=faces, edgecolor="white", linewidth=0.5
-        )
-
+        _draw_rank(axes, timeline.start, rank, spans, points_per_ms)
     handles = [
         Patch(color=colour, label=label)
         for kind, (colour, _, label) in _COLOURS.items()
@@ -95,3 +79,24 @@ def draw_schedule(timeline: Timeline, title: str, path: Path) -> None:
         borderaxespad=0.2,
     )  # fmt: skip
     canvas.print_png(path)
+
+
+def _draw_rank(axes: Any, begin: float, rank: int, spans: Sequence[Span], points_per_ms: float) -> None:
+    """Draw the actions of one rank, given the time at which the step begins and the points of a millisecond."""
+    from matplotlib.colors import to_rgb
+
+    stages = sorted({span.action.stage for span in spans})
+    boxes, faces = [], []
+    for span in spans:
+        colour, text_colour, _ = _COLOURS[span.action.kind]
+        light = _LIGHTEST * stages.index(span.action.stage) / max(1, len(stages) - 1)
+        faces.append(tuple(light + (1 - light) * part for part in to_rgb(colour)))
+        start, length = 1000 * (span.start - begin), 1000 * (span.end - span.start)
+        boxes.append((start, length))
+        number = str(span.action.microbatch)
+        size = min(9.0, 1.4 * points_per_ms * length / len(number))
+        if size >= _SMALLEST_TEXT:
+            text_colour = "black" if light > _LIGHTEST / 2 else text_colour
+            centre = start + length / 2
+            axes.text(centre, rank, number, ha="center", va="center_baseline", fontsize=size, color=text_colour)
+    axes.broken_barh(boxes, (rank - _BOX_HEIGHT / 2, _BOX_HEIGHT), facecolors=faces, edgecolor="white", linewidth=0.5)

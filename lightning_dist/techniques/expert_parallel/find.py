@@ -75,8 +75,7 @@ def find_expert_plan(
     """
     styles = styles or {}
     candidates = looks_like_experts(root)
-    for name in (name for name, style in styles.items() if style == "experts" and name not in candidates):
-        raise ValueError(f"plan: {name} ({type(root.get_submodule(name)).__name__}) is not experts: {_FORM}.")
+    _refuse_others(root, styles, candidates)
     forms: dict[str, Form] = {}
     left: dict[str, str] = {}
     replicated: dict[str, str] = {}
@@ -94,17 +93,11 @@ def find_expert_plan(
         kind = type(module), tuple((key, param.shape) for key, param in module.named_parameters())
         if kind not in tried:
             tried[kind] = _try(module, device)
-        result = tried[kind]
-        if result not in ("routed", "dense"):
+        if (result := tried[kind]) not in ("routed", "dense"):
             left[name] = result
             continue
         number = cast(int, module.num_experts)
-        if number % ep:
-            sizes = [size for size in range(1, number + 1) if number % size == 0]
-            raise ValueError(
-                f"ep_size={ep} does not divide the {number} experts of {name} ({type(module).__name__}): each"
-                f" rank holds as many experts as the others. Use one of {', '.join(map(str, sizes))}."
-            )
+        _refuse_unequal(name, module, number, ep)
         if tp > 1 and number % (ep * tp) == 0:
             over_tp.add(name)
         elif ep == 1:
@@ -113,11 +106,31 @@ def find_expert_plan(
         forms[name] = result
     _refuse_left(root, forms, left, styles, f"ep_size={ep}" if ep > 1 else f"tp_size={tp}", is_strict)
     if not forms and ep > 1:
-        raise ValueError(
-            f"ep_size={ep}, but {type(root).__name__} has no experts to distribute: {_FORM}, as Hugging Face's mixtures"
-            " of experts have. Use ep_size=1."
-        )
+        raise _no_experts(root, ep)
     return ExpertPlan(forms, {**left, **replicated}, frozenset(over_tp))
+
+
+def _refuse_others(root: nn.Module, styles: Mapping[str, str], candidates: Mapping[str, nn.Module]) -> None:
+    """Raise an error if the user's plan gives the style of experts to a module that holds none."""
+    for name in (name for name, style in styles.items() if style == "experts" and name not in candidates):
+        raise ValueError(f"plan: {name} ({type(root.get_submodule(name)).__name__}) is not experts: {_FORM}.")
+
+
+def _no_experts(root: nn.Module, ep: int) -> ValueError:
+    return ValueError(
+        f"ep_size={ep}, but {type(root).__name__} has no experts to distribute: {_FORM}, as Hugging Face's mixtures of"
+        " experts have. Use ep_size=1."
+    )
+
+
+def _refuse_unequal(name: str, module: nn.Module, number: int, ep: int) -> None:
+    """Raise an error if ``ep`` does not divide the ``number`` experts of ``module``."""
+    if number % ep:
+        sizes = [size for size in range(1, number + 1) if number % size == 0]
+        raise ValueError(
+            f"ep_size={ep} does not divide the {number} experts of {name} ({type(module).__name__}): each"
+            f" rank holds as many experts as the others. Use one of {', '.join(map(str, sizes))}."
+        )
 
 
 _FORM = (

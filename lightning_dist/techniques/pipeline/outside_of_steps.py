@@ -322,6 +322,11 @@ class AllStages(TorchFunctionMode):
             args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
         if _is_in_place(name) and isinstance(args[0], Tensor):
             return self._in_place(func, args[0], args[1:], kwargs)
+        return self._compute(func, types, args, kwargs, tensors)
+
+    def _compute(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Return the result of ``func`` on the ranks that have all of ``tensors``, and its outline on others."""
+        name = getattr(func, "__name__", "")
         common = frozenset.intersection(*(holders_of(tensor) or frozenset() for tensor in tensors))
         out = kwargs.get("out")
         if isinstance(out, Tensor) and common and not has_holders(out):  # Every rank writes its own tensor.

@@ -201,39 +201,7 @@ def find_stages(
         TraceError: If the module or its step cannot be split into stages.
         ValueError: If ``config.split`` does not fit the model.
     """
-    if config.step is None:
-        raise TraceError(
-            "A pipeline must trace a step before it splits the model, and there is none to trace:"
-            f" {config.why_no_step}."
-        )
-
-    def trace(step: Callable[..., Any], is_first_pass_only: bool = False) -> _Traced:
-        parts = find_parts(root, step, device, blocks, 2 * config.num_stages, is_first_pass_only)
-        parts = _with_unused_blocks(parts, blocks)
-        if config.in_turn:
-            parts += _not_called(root, parts)
-            found = {name: block for name, block in blocks.items() if name in parts}
-            return parts, found, trace_first_calls(root, step, device, parts, found)
-        found = {name: block for name, block in blocks.items() if name in parts}
-        return parts, found, trace_step(root, step, device, parts, found, config.has_loss, is_first_pass_only)
-
-    def trace_one_pass(step: Callable[..., Any]) -> _Traced:
-        try:
-            return trace(step)
-        except (LoopByValueError, RepeatedCallsError):
-            if config.has_loss:
-                raise
-            return trace(step, is_first_pass_only=True)  # Such an evaluation runs on the whole model.
-
-    try:
-        parts, blocks, graph = trace_one_pass(config.step)
-    except Exception as error:
-        if config.step_in_run is None or (isinstance(error, TraceError) and not isinstance(error, NotTraceableError)):
-            raise
-        try:
-            parts, blocks, graph = trace_one_pass(config.step_in_run)
-        except Exception:  # The first error is raised, because it is of the step without hooks.
-            raise error from error.__cause__
+    parts, blocks, graph = _traced(root, config, blocks, device)
     called = costs(graph, root, config.num_microbatches)
     names = [call.name for call in graph.calls]
     if config.split is not None:
@@ -261,6 +229,47 @@ def find_stages(
         shares,
         graph,
     )
+
+
+def _traced(root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Module], device: torch.device) -> _Traced:
+    """Trace the step of ``config``, with the arguments of :func:`find_stages`.
+
+    Raises:
+        TraceError: If the step cannot be split into stages, or there is none.
+    """
+    if config.step is None:
+        raise TraceError(
+            "A pipeline must trace a step before it splits the model, and there is none to trace:"
+            f" {config.why_no_step}."
+        )
+
+    def trace(step: Callable[..., Any], is_first_pass_only: bool = False) -> _Traced:
+        parts = find_parts(root, step, device, blocks, 2 * config.num_stages, is_first_pass_only)
+        parts = _with_unused_blocks(parts, blocks)
+        if config.in_turn:
+            parts += _not_called(root, parts)
+            found = {name: block for name, block in blocks.items() if name in parts}
+            return parts, found, trace_first_calls(root, step, device, parts, found)
+        found = {name: block for name, block in blocks.items() if name in parts}
+        return parts, found, trace_step(root, step, device, parts, found, config.has_loss, is_first_pass_only)
+
+    def trace_one_pass(step: Callable[..., Any]) -> _Traced:
+        try:
+            return trace(step)
+        except (LoopByValueError, RepeatedCallsError):
+            if config.has_loss:
+                raise
+            return trace(step, is_first_pass_only=True)  # Such an evaluation runs on the whole model.
+
+    try:
+        return trace_one_pass(config.step)
+    except Exception as error:
+        if config.step_in_run is None or (isinstance(error, TraceError) and not isinstance(error, NotTraceableError)):
+            raise
+        try:
+            return trace_one_pass(config.step_in_run)
+        except Exception:  # The first error is raised, because it is of the step without hooks.
+            raise error from error.__cause__
 
 
 def _with_unused_blocks(parts: list[str], blocks: Mapping[str, nn.Module]) -> list[str]:

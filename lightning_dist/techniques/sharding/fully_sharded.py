@@ -140,6 +140,33 @@ class Sharding(Technique):
         """Let FSDP2 shard the parameters of ``unit``. This is a collective over the mesh."""
         mesh = self._mesh if unit.mesh is None else unit.mesh
         modules: list[nn.Module] = unit.modules if unit.has_forward else [_Holder(unit.params.values())]
+        group = self._shard(unit, modules, mesh)
+        self._cast_inputs_of(unit)
+        if not unit.has_forward:
+            self._holders.append(modules[0])
+            group.put_into(_places(unit.params.values(), unit.owners))
+        if unit.stays_gathered:
+            group.wait_for_end_of_backward()
+        index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
+        if self._config.gather_as is not None and not unit.stays_gathered:
+            self._gathered_wrapped += group.gather_wrapped(
+                self._config.gather_as, partial(self._max_over_ranks, index, mesh)
+            )
+        if self._is_direct:
+            self._exchange_directly(group, cast(FSDPModule, modules[0]), index, mesh)
+        if self._memory is not None:
+            group.keep_shards_in(self._memory)
+        if self._write_back_data:
+            group.write_back_data = self._was_replaced
+        if self._is_form:
+            group.is_other_form = self._is_other_form
+        if self._reducer is not None:
+            group.reduce_between_replicas_by(self._reducer)
+        self._groups.append(group)
+        return group
+
+    def _shard(self, unit: Unit, modules: list[nn.Module], mesh: DeviceMesh) -> ShardedGroup:
+        """Shard the parameters of ``unit``, which ``modules`` hold, over ``mesh``, and return their group."""
         # The last block's backward directly follows its forward, for which it would have to be gathered again.
         stays_gathered = unit.stays_gathered
         stays_gathered |= unit is self._last_block and self._config.reshard_after_forward is True
@@ -173,6 +200,10 @@ class Sharding(Technique):
         group.take_hooks(originals)
         if dtypes:
             group.gather_in(lambda place: dtypes.get(id(originals[place])))
+        return group
+
+    def _cast_inputs_of(self, unit: Unit) -> None:
+        """Let the modules of ``unit`` cast their inputs if parameters are gathered in another dtype than stored."""
         low, stored = self._config.param_dtype, {param.dtype for param in unit.params.values()}
         if low is not None and any(dtype.is_floating_point and dtype != low for dtype in stored):
             for module in unit.modules if unit.has_forward else ():
@@ -181,40 +212,21 @@ class Sharding(Technique):
             for owner in unit.owners:
                 if isinstance(owner, _ONE_DTYPE) and self._own_dtype(owner) is None:
                     owner.register_forward_pre_hook(partial(_cast_inputs, low), with_kwargs=True)
-        if not unit.has_forward:
-            self._holders.append(modules[0])
-            group.put_into(_places(unit.params.values(), unit.owners))
-        if unit.stays_gathered:
-            group.wait_for_end_of_backward()
-        index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
-        if self._config.gather_as is not None and not unit.stays_gathered:
-            self._gathered_wrapped += group.gather_wrapped(
-                self._config.gather_as, partial(self._max_over_ranks, index, mesh)
-            )
-        if self._is_direct:
-            sharded = cast(FSDPModule, modules[0])
-            # torch names the interface of these objects only in a private module.
-            all_gather: Any = DirectAllGather(partial(self._begin_exchange, "gather", index))
-            reduce_scatter: Any = TwoShotReduceScatter(
-                partial(self._begin_exchange, "reduce", index), partial(self._take_reduction, group)
-            )
-            sharded.set_custom_all_gather(all_gather)
-            sharded.set_custom_reduce_scatter(reduce_scatter)
-            # Ranks then wait for each other once in a forward, and not in each block.
-            if self._config.reshard_after_forward is False:
-                group.gather_for_step()
-            group.reduces_in_background = mesh.ndim == 1 and mesh.size() > 1
-            group.finish_other_reductions = self._finish_reductions
-        if self._memory is not None:
-            group.keep_shards_in(self._memory)
-        if self._write_back_data:
-            group.write_back_data = self._was_replaced
-        if self._is_form:
-            group.is_other_form = self._is_other_form
-        if self._reducer is not None:
-            group.reduce_between_replicas_by(self._reducer)
-        self._groups.append(group)
-        return group
+
+    def _exchange_directly(self, group: ShardedGroup, sharded: FSDPModule, index: int, mesh: DeviceMesh) -> None:
+        """Let ``group``, that of the unit number ``index``, exchange parameters and gradients in one round."""
+        # torch names the interface of these objects only in a private module.
+        all_gather: Any = DirectAllGather(partial(self._begin_exchange, "gather", index))
+        reduce_scatter: Any = TwoShotReduceScatter(
+            partial(self._begin_exchange, "reduce", index), partial(self._take_reduction, group)
+        )
+        sharded.set_custom_all_gather(all_gather)
+        sharded.set_custom_reduce_scatter(reduce_scatter)
+        # Ranks then wait for each other once in a forward, and not in each block.
+        if self._config.reshard_after_forward is False:
+            group.gather_for_step()
+        group.reduces_in_background = mesh.ndim == 1 and mesh.size() > 1
+        group.finish_other_reductions = self._finish_reductions
 
     def _placement(self, param: nn.Parameter) -> Shard | None:
         dims = (shard_dim(param) for shard_dim in self._shard_dims)

@@ -76,50 +76,38 @@ class SequenceFinder:
             of_chain = SplitSequence((tuple(chain),), {}, {})
             why = ""
             for name in chain:
-                if counts[name] > 1:
-                    why = f"{name} runs more than once in a step"
-                    break
-                if name in self._sharing:
-                    why = f"{name} shares parameters with modules outside of it"
-                    break
-                if any(getattr(module, "gradient_checkpointing", False) for module in self._blocks[name].modules()):
-                    why = "the model checkpoints by itself; use activation_checkpointing=True of the strategy"
-                    break
-                if any(isinstance(module, NORM) for module in self._blocks[name].modules()):
-                    why = f"{name} has a norm whose statistics are over all tokens"
-                    break
-                if hooked := self._hooked_inside(name):
-                    why = f"{hooked} has a hook, which would see some of the tokens"
-                    break
-                if dataflow.leaks.get(name):
-                    why = f"the step uses a value that {name} computes but does not return"
-                    break
-                if name in dataflow.draws_per_sample:
-                    why = f"{name} draws random numbers that hold for all tokens of a sample"
-                    break
-                one, why = self._of_block(name, entries, sizes)
+                why = f"{name} runs more than once in a step" if counts[name] > 1 else self._why_whole(name)
+                one = None
+                if not why:
+                    one, why = self._of_block(name, entries, sizes)
                 if one is None:
                     break
-                of_chain = replace(
-                    of_chain,
-                    streams={**of_chain.streams, **one.streams},
-                    regions={**of_chain.regions, **one.regions},
-                    layers=of_chain.layers + one.layers,
-                )
+                of_chain = _joined(of_chain, one)
             if why:
                 whys.append(why)
                 continue
             chains.append(tuple(chain))
-            found = replace(
-                found,
-                streams={**found.streams, **of_chain.streams},
-                regions={**found.regions, **of_chain.regions},
-                layers=found.layers + of_chain.layers,
-            )
+            found = _joined(found, of_chain)
         why_not = "; ".join(dict.fromkeys(whys))
         if not chains:
             return None, why_not or "there are no blocks"
         return replace(found, chains=tuple(chains)), why_not
+
+    def _why_whole(self, name: str) -> str:
+        """Return why the block ``name`` must see all tokens, as far as this is known without a trial; or nothing."""
+        if name in self._sharing:
+            return f"{name} shares parameters with modules outside of it"
+        if any(getattr(module, "gradient_checkpointing", False) for module in self._blocks[name].modules()):
+            return "the model checkpoints by itself; use activation_checkpointing=True of the strategy"
+        if any(isinstance(module, NORM) for module in self._blocks[name].modules()):
+            return f"{name} has a norm whose statistics are over all tokens"
+        if hooked := self._hooked_inside(name):
+            return f"{hooked} has a hook, which would see some of the tokens"
+        if self._dataflow.leaks.get(name):
+            return f"the step uses a value that {name} computes but does not return"
+        if name in self._dataflow.draws_per_sample:
+            return f"{name} draws random numbers that hold for all tokens of a sample"
+        return ""
 
     def _of_block(
         self, name: str, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
@@ -177,3 +165,13 @@ def _arguments_like(call: Call, hidden: Tensor) -> tuple[int | str, ...]:
     """Return the arguments that seem to be computed from the hidden states token by token (see ``is_stream``)."""
     named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
     return tuple(key for key, value in named if isinstance(value, torch.Tensor) and is_stream(value, hidden))
+
+
+def _joined(first: SplitSequence, second: SplitSequence) -> SplitSequence:
+    """Return ``first`` with the streams, regions and layers of both."""
+    return replace(
+        first,
+        streams={**first.streams, **second.streams},
+        regions={**first.regions, **second.regions},
+        layers=first.layers + second.layers,
+    )

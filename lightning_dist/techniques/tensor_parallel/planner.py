@@ -232,14 +232,7 @@ class _Planner:
             if not entries:
                 self._complain(f"no plan could be inferred: {self._step_trace.why_not}")
         entries, groups = self._with_tied(entries, groups)
-        for name, unit in self._with_units_of(groups).items():
-            its_groups = [group for group in groups if is_inside(group.row, name)]
-            given = {key: entry for key, entry in entries.items() if is_inside(key, name)}
-            if its_groups or any(entry.is_split for entry in given.values()):
-                entries |= self._trials.try_unit(name, unit, PartialPlan(given), its_groups).entries
-                groups = [group for group in groups if group not in its_groups]
-        for group in groups:  # The remaining groups are in no module whose call was recorded.
-            entries |= self._untried(group)
+        entries = self._tried(entries, groups)
         entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
         sizes = self._trials.kept.sizes
         sequence: SplitSequence | None = None
@@ -251,15 +244,7 @@ class _Planner:
         entries = {name: self._note_shared_heads(name, entry) for name, entry in entries.items()}
         self._notes.append(f"hidden states are {'' if sequence else 'not '}split along the sequence" +
                            (f" ({why_not})" if why_not else ""))  # fmt: skip
-        heads = [name for name, entry in entries.items() if entry.style == "colwise_gather_output"]
-        uses = dataflow.uses if dataflow is not None else {}
-        needs = sorted({use for head in heads for use in uses.get(head, ())})
-        keeps = splits_logits is not False and (not needs or bool(splits_logits))
-        if splits_logits and not heads:
-            raise PlanError("loss_parallel=True: no head is split along the vocabulary; give a plan that does.")
-        if heads:
-            why = f" (used by {', '.join(needs)})" if needs else " (loss_parallel=False)" if not keeps else ""
-            self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
+        keeps_logits_split = self._keeps_logits_split(entries, splits_logits)
         entries |= of_experts
         entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
         self._notes += reasons_for_whole(self._root, entries, self._trials.kept.parameters, dataflow)
@@ -268,12 +253,43 @@ class _Planner:
             sizes,
             sequence,
             self._may_draw(),
-            bool(heads) and keeps,
+            keeps_logits_split,
             tuple(self._notes),
             self._trials.kept.parameters,
             self._trials.kept.heads,
             modules_that_see_parts(self._root, entries, sequence, dataflow),
         )
+
+    def _tried(self, entries: dict[str, Entry], groups: list[LayerGroup]) -> dict[str, Entry]:
+        """Return ``entries``, and those of ``groups`` with which units compute the same as whole."""
+        for name, unit in self._with_units_of(groups).items():
+            its_groups = [group for group in groups if is_inside(group.row, name)]
+            given = {key: entry for key, entry in entries.items() if is_inside(key, name)}
+            if its_groups or any(entry.is_split for entry in given.values()):
+                entries |= self._trials.try_unit(name, unit, PartialPlan(given), its_groups).entries
+                groups = [group for group in groups if group not in its_groups]
+        for group in groups:  # The remaining groups are in no module whose call was recorded.
+            entries |= self._untried(group)
+        return entries
+
+    def _keeps_logits_split(self, entries: Mapping[str, Entry], splits_logits: bool | None) -> bool:
+        """Return whether logits stay split along the vocabulary, and note why.
+
+        Raises:
+            PlanError: If ``splits_logits`` is True, and no head is split in this way.
+        """
+        heads = [name for name, entry in entries.items() if entry.style == "colwise_gather_output"]
+        if splits_logits and not heads:
+            raise PlanError("loss_parallel=True: no head is split along the vocabulary; give a plan that does.")
+        if not heads:
+            return False
+        dataflow = self._step_trace.dataflow
+        uses = dataflow.uses if dataflow is not None else {}
+        needs = sorted({use for head in heads for use in uses.get(head, ())})
+        keeps = splits_logits is not False and (not needs or bool(splits_logits))
+        why = f" (used by {', '.join(needs)})" if needs else " (loss_parallel=False)" if not keeps else ""
+        self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
+        return keeps
 
     def _without_leaked(
         self, entries: dict[str, Entry], groups: list[LayerGroup], leaked_layers: Collection[str]

@@ -12,8 +12,9 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any, Protocol
 
@@ -168,25 +169,33 @@ def run_on_fakes(
         _quietly(),
     ):
         _swap_in_fakes(root, mode, device)
-        try:
-            # Inference mode is off, because its tensors have no version counters.
-            with (
-                torch.inference_mode(False),
-                torch.set_grad_enabled(with_gradients),
-                mode,
-                FakeRules(makes_up_sizes=values is not None),
-                nullcontext() if values is None else values,
-                observer.functions,
-            ):
-                try:
-                    result = step(fake)
-                except EndOfTraceError:
-                    result = None
-                observer.on_end(result)
-        except RefusalError:
-            raise
-        except Exception as error:  # The user's code may raise anything when tensors have no values.
-            return FailureReason.of(error)
+        rules = FakeRules(makes_up_sizes=values is not None)
+        # Inference mode is off, because its tensors have no version counters.
+        with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+            return _run_to_end(
+                partial(step, fake), observer, (mode, rules, values or nullcontext(), observer.functions)
+            )
+
+
+def _run_to_end(step: Callable[[], Any], observer: Observer, contexts: Sequence[AbstractContextManager[Any]]) -> str:
+    """Run ``step`` in ``contexts``, and return what :func:`run_on_fakes` returns.
+
+    Raises:
+        RefusalError: If the observer raises it.
+    """
+    try:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            try:
+                result = step()
+            except EndOfTraceError:
+                result = None
+            observer.on_end(result)
+    except RefusalError:
+        raise
+    except Exception as error:  # The user's code may raise anything when tensors have no values.
+        return FailureReason.of(error)
     return ""
 
 

@@ -45,6 +45,17 @@ def find_parts(
     tree = next(
         run_all_branches(partial(_CallTree, frozenset(blocks), is_first_pass_only), root, step, device)
     ).observer
+    parts = _divided(root, tree, blocks, num_wanted)
+    if not parts:
+        raise TraceError(
+            "The step calls no module with parameters, so there is nothing to split into stages: call the model in it,"
+            " by `self(...)` or `self.model(...)`."
+        )
+    return parts
+
+
+def _divided(root: nn.Module, tree: _CallTree, blocks: Mapping[str, nn.Module], num_wanted: int) -> list[str]:
+    """Return the names of the parts for :func:`find_parts`, given which modules the step calls inside of each other."""
     modules = dict(root.named_modules())
     with_blocks = {name.rpartition(".")[0] for name in blocks}
     with_blocks |= {parent for name in with_blocks for parent in _parents(name)}
@@ -74,11 +85,6 @@ def find_parts(
         largest = max(divisible, key=lambda name: sum(param.numel() for param in modules[name].parameters()))
         index = parts.index(largest)
         parts[index : index + 1] = [child for child in inside(largest) if child not in parts]
-    if not parts:
-        raise TraceError(
-            "The step calls no module with parameters, so there is nothing to split into stages: call the model in it,"
-            " by `self(...)` or `self.model(...)`."
-        )
     return parts
 
 

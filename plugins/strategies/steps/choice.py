@@ -193,6 +193,14 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
         ValueError: If the module runs other modules in float32.
     """
     refuse_other_patterns(existing.module, config.keep_fp32)
+    _refuse_other_reduction(existing, config)
+    _refuse_other_splitting(existing, config, layout)
+    _refuse_other_experts(existing, config, layout)
+    _refuse_other_stages(existing, config, layout)
+
+
+def _refuse_other_reduction(existing: ParallelModule, config: ParallelConfig) -> None:
+    """Refuse another compression or synchronization, with the arguments of :func:`refuse_other_config`."""
     compression = existing.get(Compression)
     local_updates = existing.get(LocalUpdates)
     for name, before, after in (
@@ -204,6 +212,10 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
                 f"An earlier Trainer has made this {type(existing.module).__name__} parallel with {name}={before},"
                 f" which cannot be changed to {after}. Make a new one, and load the weights from a checkpoint."
             )
+
+
+def _refuse_other_splitting(existing: ParallelModule, config: ParallelConfig, layout: ParallelLayout) -> None:
+    """Refuse other parts of sequences or tiles, with the arguments of :func:`refuse_other_config`."""
     split = existing.get(ContextParallel)
     wanted_cp = (layout.cp, config.context_parallel.attention if layout.cp > 1 else "auto")
     found_cp = (1, "auto") if split is None else (split.num_ranks, split.plan.attention)
@@ -228,6 +240,10 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
             f" tiled_mlp and tiled_loss, and cannot be with {wanted_tiles} as well. Make a new one, and load the"
             " weights from a checkpoint."
         )
+
+
+def _refuse_other_experts(existing: ParallelModule, config: ParallelConfig, layout: ParallelLayout) -> None:
+    """Refuse another distribution of experts, with the arguments of :func:`refuse_other_config`."""
     distributed = existing.get(ExpertParallel)
     found_ep = 1 if distributed is None else distributed.num_ranks
     if layout.ep != found_ep:
@@ -242,6 +258,10 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
             f" expert_capacity={found_capacity}, which cannot be changed to {config.expert_capacity}. Make a new one,"
             " and load the weights from a checkpoint."
         )
+
+
+def _refuse_other_stages(existing: ParallelModule, config: ParallelConfig, layout: ParallelLayout) -> None:
+    """Refuse other stages, with the arguments of :func:`refuse_other_config`."""
     pipeline = existing.get(Pipeline)
     was = None if pipeline is None else pipeline.config
     is_cut = layout.pp > 1 and any(True for _ in existing.module.parameters())
