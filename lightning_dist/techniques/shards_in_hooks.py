@@ -9,6 +9,7 @@ shards. So is a function that draws random numbers: on the CPU, all ranks would 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -383,7 +384,9 @@ def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         copied = tensor.detach().clone()
         memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
         if tensor.is_leaf and tensor.grad is not None:
-            memo[id(tensor)].grad = tensor.grad.detach().clone()
+            gradient = tensor.grad  # One that is accumulated, and not reduced yet, says itself what its copy is.
+            is_reduced = isinstance(gradient, DTensor)
+            memo[id(tensor)].grad = gradient.detach().clone() if is_reduced else copy.deepcopy(gradient)
     result: DTensor = memo[id(tensor)]
     return result
 
