@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dist._compat import GRADIENT_HANDLING, move_post_accumulate_hook_last, step_hooks
 from lightning_dist.parameters.group import ParameterGroup
-from lightning_dist.parameters.local_step import ELEMENTWISE, LocalStep
+from lightning_dist.parameters.shard_step import ELEMENTWISE, LocalStep
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique
 
 __all__ = ["StepInBackward"]

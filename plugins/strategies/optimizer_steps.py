@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.parameters.local_step import ELEMENTWISE, LocalStep
+from lightning_dist.parameters.shard_step import ELEMENTWISE, LocalStep
 from lightning_dist.parameters.sparse_gradients import SparseStep
 from lightning_dist.parameters.whole_step import Finding, Scope, WholeStep, try_optimizer
 from lightning_dist.techniques.compression import SyncMethod

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_dist.parameters.local_step import ELEMENTWISE, LocalStep
+from lightning_dist.parameters.shard_step import ELEMENTWISE, LocalStep
 from tests.pool import WorkerPool
 
 SHAPES = [(5, 3), (1,), (7,), (2, 3, 4), ()]  # On two ranks, this gives uneven shards, an empty one, and a scalar.

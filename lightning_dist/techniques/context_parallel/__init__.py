@@ -11,13 +11,13 @@ sequences. Inside of blocks, only attention by ``F.scaled_dot_product_attention`
 - ``split_evaluation``: Does so in evaluations, if the user asks for it.
 - ``after_blocks``, ``split_tokens``: Run norms, heads and the loss on this rank's tokens.
 - ``trial``: Compares a block on parts of the sequence with the original block.
-- ``find``: Finds the plan from a step on fake tensors, and tries it.
+- ``planner``: Finds the plan from a step on fake tensors, and tries it.
 - ``context_parallel``: Defines the technique.
 """
 
 from lightning_dist.techniques.context_parallel.context_parallel import ContextParallel
-from lightning_dist.techniques.context_parallel.find import ContextParallelConfig, find_context_plan
 from lightning_dist.techniques.context_parallel.plan import ATTENTIONS, ContextPlan, SequenceSplitError
+from lightning_dist.techniques.context_parallel.planner import ContextParallelConfig, find_context_plan
 
 __all__ = [
     "ATTENTIONS",

@@ -28,7 +28,7 @@ class ContextParallel(Technique):
     """Let the ranks of ``group`` compute the blocks of a model on parts of the sequence of the batch that they share.
 
     Args:
-        plan: The plan from :func:`~lightning_dist.techniques.context_parallel.find.find_context_plan`.
+        plan: The plan from :func:`~lightning_dist.techniques.context_parallel.planner.find_context_plan`.
         group: Process group of the ranks of ``cp``. Parameters must be averaged over it as over ranks with their own
             batches.
         device_type: Type of this rank's device.

@@ -40,7 +40,7 @@ from lightning_dist.techniques.expert_parallel.dispatch import (
     compute_routed,
     count_tokens,
 )
-from lightning_dist.techniques.expert_parallel.find import ExpertPlan, Form
+from lightning_dist.techniques.expert_parallel.planner import ExpertPlan, Form
 from lightning_dist.techniques.expert_parallel.same_tokens import (
     compute_own_dense,
     compute_own_routed,
@@ -85,7 +85,7 @@ class ExpertParallel(Technique):
 
     Args:
         root: The model; its modules of experts get other parameters and forwards.
-        plan: The plan from :func:`~lightning_dist.techniques.expert_parallel.find.find_expert_plan`.
+        plan: The plan from :func:`~lightning_dist.techniques.expert_parallel.planner.find_expert_plan`.
         sharding_mesh: The mesh that FSDP2 works on for experts.
         mesh: The mesh ``(ep,)``, ``(ep, tp)`` or ``(tp,)`` over which experts are distributed.
         group: Process group of all ranks of ``mesh``.

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_dist._compat import dtensor_like, local_of, replace_local, step_hooks
 from lightning_dist.model.tensor_state import is_remote
-from lightning_dist.parameters.local_step import ELEMENTWISE, LocalStep
 from lightning_dist.parameters.memory_use import PART_BYTES
+from lightning_dist.parameters.shard_step import ELEMENTWISE, LocalStep
 from lightning_dist.techniques.offload.mapped_file import MappedFile
 
 __all__ = ["OffloadedStep"]

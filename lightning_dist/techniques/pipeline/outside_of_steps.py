@@ -35,8 +35,8 @@ from lightning_dist.model.random_functions import (
     without_values,
 )
 from lightning_dist.model.randomness import digest_of_states
-from lightning_dist.parameters.local_step import OwnStates, StateOfOtherStage
 from lightning_dist.parameters.scalar_reads import place_in_users_code
+from lightning_dist.parameters.shard_step import OwnStates, StateOfOtherStage
 from lightning_dist.techniques.pipeline.failures import Failure, raise_together
 from lightning_dist.techniques.pipeline.holders import (
     are_parts_in_use,

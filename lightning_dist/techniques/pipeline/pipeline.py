@@ -19,7 +19,7 @@ from lightning_dist.model.original_module import OriginalModule
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.model.units import Unit
 from lightning_dist.parameters.gradient_norms import total_norm_of
-from lightning_dist.parameters.local_step import OwnStates
+from lightning_dist.parameters.shard_step import OwnStates
 from lightning_dist.techniques.pipeline.in_turn import StagesInTurn
 from lightning_dist.techniques.pipeline.outside_of_steps import AllStages
 from lightning_dist.techniques.pipeline.replay import Replay

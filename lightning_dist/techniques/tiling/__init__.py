@@ -7,12 +7,12 @@ the backward, which computes it a second time.
 - ``plan``: Represents which modules are tiled, and the options.
 - ``tiles``: Runs a function tile by tile.
 - ``tiled_logits``: Represents logits that are computed only where they are used, such as in the loss.
-- ``find``: Finds the modules from a step on fake tensors, and tries them.
+- ``planner``: Finds the modules from a step on fake tensors, and tries them.
 - ``tiling``: Defines the technique.
 """
 
-from lightning_dist.techniques.tiling.find import find_tiling_plan
 from lightning_dist.techniques.tiling.plan import TilingConfig, TilingError, TilingPlan
+from lightning_dist.techniques.tiling.planner import find_tiling_plan
 from lightning_dist.techniques.tiling.tiling import Tiling
 
 __all__ = ["Tiling", "TilingConfig", "TilingError", "TilingPlan", "find_tiling_plan"]

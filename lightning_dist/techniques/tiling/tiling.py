@@ -26,7 +26,7 @@ class Tiling(Technique):
 
     Args:
         config: The numbers of tokens of a tile.
-        plan: The plan from :func:`~lightning_dist.techniques.tiling.find.find_tiling_plan`.
+        plan: The plan from :func:`~lightning_dist.techniques.tiling.planner.find_tiling_plan`.
     """
 
     def __init__(self, config: TilingConfig, plan: TilingPlan) -> None:
