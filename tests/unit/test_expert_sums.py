@@ -23,14 +23,14 @@ PAIRS = {
 
 
 def expected_sum(values: Tensor, weights: Tensor, pairs: Pairs) -> Tensor:
-    """Add up the values one after another."""
-    result = torch.zeros(len(weights), values.size(-1), dtype=values.dtype)
+    """Add up the values, which are rounded when they are weighted, and once at the end."""
+    result = torch.zeros(len(weights), values.size(-1), dtype=torch.float64)
     for value, place in zip(values, pairs.numbers.tolist(), strict=True):
         if place == SHAPE.numel():
             continue
         token, choice = divmod(place, weights.size(-1))
         result[token] += (value * weights[token, choice]).to(values.dtype)
-    return result
+    return result.to(values.dtype)
 
 
 @pytest.mark.parametrize("name", PAIRS)
