@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_dist._compat import without_step_hooks
 from lightning_dist.mesh.collectives import any_of_flags
 from lightning_dist.mesh.deferred_read import DeferredRead
+from lightning_dist.model.tensor_state import is_remote
 
 __all__ = ["NonFiniteGradients"]
 
@@ -58,13 +59,17 @@ class NonFiniteGradients:
     def prepare_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Keep ``optimizer``, to which results are given, and return a function that forgets it.
 
-        On an accelerator, it becomes fused if it can. It stays fused afterwards.
+        On an accelerator, it becomes fused if it can on all ranks, which may have parameters of other stages. It stays
+        fused afterwards. This is a collective over all processes.
         """
         self._optimizers.append(optimizer)
         loaded = None
-        if self._device.type != "cpu" and not self._scales_losses and _may_become_fused(optimizer, self._device):
-            _make_fused(optimizer)
-            loaded = optimizer.register_load_state_dict_post_hook(_make_fused)
+        if self._device.type != "cpu" and not self._scales_losses:
+            everyone = self._everyone()
+            assert everyone is not None
+            if not any_of_flags([not _may_become_fused(optimizer, self._device)], everyone)[0]:
+                _make_fused(optimizer)
+                loaded = optimizer.register_load_state_dict_post_hook(_make_fused)
 
         def forget() -> None:
             if loaded is not None:
@@ -122,7 +127,7 @@ def _may_become_fused(optimizer: Optimizer, device: torch.device) -> bool:
         for group in groups
     ):
         return False
-    params = [param for group in groups for param in group["params"]]
+    params = [param for group in groups for param in group["params"] if not is_remote(param)]
     try:
         for dtype in {param.dtype for param in params}:
             tried = torch.zeros(1, dtype=dtype, device=device, requires_grad=True)
@@ -141,5 +146,5 @@ def _make_fused(optimizer: Optimizer) -> None:
         group["fused"] = True
         for param in group["params"]:
             state = optimizer.state.get(param, {})
-            if isinstance(state.get("step"), Tensor):
+            if isinstance(state.get("step"), Tensor) and not is_remote(param):
                 state["step"] = state["step"].to(param.device, torch.float32)

@@ -77,8 +77,7 @@ def find_expert_plan(
     candidates = looks_like_experts(root)
     _refuse_others(root, styles, candidates)
     forms: dict[str, Form] = {}
-    left: dict[str, str] = {}
-    replicated: dict[str, str] = {}
+    left, replicated = dict[str, str](), dict[str, str]()
     over_tp: set[str] = set()
     tried: dict[Any, Form | str] = {}
     num_holders = Counter(id(param) for owner in root.modules() for param in _compat.own_parameters(owner).values())
