@@ -109,8 +109,8 @@ def _described(manifest: "Manifest") -> dict[str, str]:
     return {"saved": saved, **about, "MiB": f"{manifest.num_bytes / 2**20:,.1f}", "ranks": str(manifest.world_size)}
 
 
-_HIDDEN = ("mlflow_training",)
-"""What a manifest says for the program alone: an identifier that MLflow does not show."""
+_HIDDEN = ("mlflow_training", "settings")
+"""What a manifest says for programs: an identifier that MLflow does not show, and how the run trained."""
 
 
 def _table(rows: Mapping[str, Mapping[str, str]]) -> Iterator[str]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         NDParallelStrategy,
         PipelineParallelStrategy,
         TensorParallelStrategy,
+        register_technique,
     )
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "check",
     "full_parameters",
     "per_rank_batch_size",
+    "register_technique",
 ]
 
 if not TYPE_CHECKING:

@@ -43,6 +43,8 @@ __all__ = ["Parallel", "Points", "Rows", "Technique", "bound", "find_gradient_re
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+SomeTechnique = TypeVar("SomeTechnique", bound="Technique")
+
 Rows = Iterable[tuple[str, str]]
 """Rows of the table at the start of a run: a label, which is empty if the row continues the last one, and a text."""
 
@@ -71,6 +73,9 @@ class Parallel(Protocol):
     @property
     def reduces_gradients(self) -> bool:
         """Return whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
+
+    def get(self, kind: type[SomeTechnique]) -> SomeTechnique | None:
+        """Return the technique of the class ``kind``; None if it is not in the list."""
 
     def gradients_left(self) -> list[str]:
         """Return the names of parameters with a gradient that the optimizer would not see."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +13,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.model.tensor_state import is_remote
+from lightning_dist.techniques.options import Build, TechniqueOptions
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique
 
-__all__ = ["ReplicaComparison", "ReplicasDifferError", "bit_sums", "check_replicas", "differ"]
+__all__ = ["ReplicaComparison", "ReplicaOptions", "ReplicasDifferError", "bit_sums", "check_replicas", "differ"]
 
 
 class ReplicasDifferError(RuntimeError):
     """Report that the replicas of the model no longer hold the same weights."""
+
+
+@dataclass(frozen=True)
+class ReplicaOptions(TechniqueOptions):
+    """Choose when replicas are compared.
+
+    Args:
+        check_replicas_every_n_steps: Number of optimizer steps after which the replicas' weights are compared bit by
+            bit; a difference raises an error. None: they are never compared.
+
+    Raises:
+        ValueError: If the number is less than 1.
+    """
+
+    check_replicas_every_n_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.check_replicas_every_n_steps is not None and self.check_replicas_every_n_steps < 1:
+            raise ValueError(
+                f"check_replicas_every_n_steps={self.check_replicas_every_n_steps} must be at least 1, or None for"
+                " never."
+            )
+
+    def techniques(self, build: Build) -> Iterator[Technique]:
+        """Build the technique, which also says in the start-up table that replicas are not compared."""
+        yield ReplicaComparison(build.mesh, self.check_replicas_every_n_steps)
 
 
 class ReplicaComparison(Technique):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -22,9 +24,60 @@ from torch.overrides import TorchFunctionMode
 from lightning_dist._compat import GRADIENT_HANDLING, move_post_accumulate_hook_last, step_hooks
 from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.parameters.shard_step import ELEMENTWISE, LocalStep
+from lightning_dist.techniques.options import Arguments, Build, Fit, Run, TechniqueOptions
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique
 
-__all__ = ["StepInBackward"]
+__all__ = ["StepInBackward", "StepInBackwardOptions"]
+
+
+@dataclass(frozen=True)
+class StepInBackwardOptions(TechniqueOptions):
+    """Choose whether optimizers step inside of the backward.
+
+    Args:
+        step_in_backward: Whether optimizers update sharded parameters while the backward runs, as soon as their
+            gradients are reduced, so that a rank never holds all gradients.
+    """
+
+    step_in_backward: bool = False
+
+    def check_fit(self, run: Run, fit: Fit, arguments: Arguments) -> None:
+        """Refuse it where something needs all gradients at once, or nothing would be saved."""
+        if not self.step_in_backward:
+            return
+        layout = run.layout
+        hooks = (
+            "backward", "configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step"
+        )  # fmt: skip
+        reasons = {
+            f"{layout}: nothing is sharded, so that all gradients exist in any case": layout.num_shards == 1,
+            f"pp_size={layout.pp}: a pipeline reduces all gradients at the end": layout.pp > 1,
+            f"gradient_clip_val={fit.gradient_clip_val}: the norm needs all gradients": fit.gradient_clip_val,
+            f"accumulate_grad_batches={fit.accumulate_grad_batches}": fit.accumulate_grad_batches > 1,
+            "GradientAccumulationScheduler": fit.changes_accumulation,
+            f"precision={run.precision!r} with a loss scale: an overflow skips the whole step": run.scales_losses,
+            f"{fit.master_weights} with master weights": fit.master_weights,
+            "compression": arguments["compression"],
+            "sync": arguments["sync"],
+            "automatic_optimization = False": not fit.is_automatic,
+            **{f"{hook}, which would see updated weights and no gradients": True for hook in fit.overridden(hooks)},
+        }
+        for reason, is_given in reasons.items():
+            if is_given:
+                raise ValueError(f"step_in_backward=True with {reason}. Leave one of the two out.")
+
+    def needs_shards(self, device: torch.device, is_asked: bool) -> str:
+        """Return the argument if the user asks for whole parameters; optimizers that need them are refused anyway."""
+        return "step_in_backward=True" if self.step_in_backward and is_asked else ""
+
+    def memory_traits(self, device: torch.device) -> Mapping[str, bool]:
+        """Return whether gradients are freed in the backward."""
+        return {"steps_in_backward": self.step_in_backward}
+
+    def techniques(self, build: Build) -> Iterator[Technique]:
+        """Build the technique if it is asked for."""
+        if self.step_in_backward:
+            yield StepInBackward()
 
 
 class StepInBackward(Technique):

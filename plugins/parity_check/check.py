@@ -268,8 +268,8 @@ class _Check:
 
 def _adapt_at_setup(strategy: MeshStrategy, joins_batches: bool) -> _Adaptation:
     """Adapt the module when the strategy is set up, which is when ``configure_model`` has made its layers."""
-    layout, config = strategy.layout, strategy.config
-    draws_alike = layout.tp == layout.cp == layout.pp == 1 and config.compilation is None and not joins_batches
+    layout, is_compiled = strategy.layout, strategy.config.arguments.is_given("compile")
+    draws_alike = layout.tp == layout.cp == layout.pp == 1 and not is_compiled and not joins_batches
     adapted = _Adaptation(None if draws_alike else [])
     set_up = strategy.setup
 

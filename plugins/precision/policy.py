@@ -17,8 +17,7 @@ those that its arguments choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from lightning.pytorch.plugins.precision import (
@@ -30,11 +29,10 @@ from lightning.pytorch.plugins.precision import (
     TransformerEnginePrecision,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 
 from lightning_dist.plugins.precision.float8 import Float8Precision
 from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
-from lightning_dist.techniques.sharding import WrapShard
+from lightning_dist.techniques.options import PrecisionPolicy
 
 __all__ = ["PrecisionPolicy", "check_reduce_dtype", "precision_policy", "refuse_uncomputable"]
 
@@ -52,23 +50,6 @@ _REFUSED: dict[type[Precision], str] = {
 """Plugins of Lightning that do not work with any strategy of this package, and why."""
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class PrecisionPolicy:
-    """Hold the two dtypes of FSDP2's mixed-precision policy, and what does not follow it.
-
-    Args:
-        param_dtype: Dtype in which parameters are gathered and computed; None: the dtype in which they are stored.
-        reduce_dtype: Dtype in which gradients are reduced; None: the dtype in which they are computed.
-        keep_fp32: Patterns of modules that are gathered and computed in float32.
-        gather_as: The argument of :class:`~lightning_dist.techniques.sharding.ShardingConfig` with this name.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    keep_fp32: tuple[str, ...] = ()
-    gather_as: Callable[[nn.Module, str], WrapShard | None] | None = None
 
 
 def check_reduce_dtype(reduce_dtype: object) -> None:

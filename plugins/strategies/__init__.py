@@ -1,11 +1,13 @@
 """Provide the strategies, and register them under the names that ``Trainer(strategy=...)`` takes."""
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dist.parallelize import register_options
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies import other_names, resume_path
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
@@ -18,6 +20,7 @@ from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.nd_parallel import NDParallelStrategy
 from lightning_dist.plugins.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_dist.plugins.strategies.tensor_parallel import TensorParallelStrategy
+from lightning_dist.techniques.options import TechniqueOptions
 
 __all__ = [
     "CheckpointOptions",
@@ -30,7 +33,11 @@ __all__ = [
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "register",
+    "register_technique",
 ]
+
+TECHNIQUES = "lightning_dist.techniques"
+"""The group of entry points by which an installed package adds techniques; each names a class of options."""
 
 
 def register() -> None:
@@ -38,6 +45,8 @@ def register() -> None:
 
     Calling this again is safe.
     """
+    for entry in entry_points(group=TECHNIQUES):
+        register_technique(entry.load())
     for strategy in (
         DataParallelStrategy,
         FullShardStrategy,
@@ -54,6 +63,23 @@ def register() -> None:
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards()
     _compat.explain_strategy_errors(_hint)
+
+
+def register_technique(options: type[TechniqueOptions], *, outside_of: type[TechniqueOptions] | None = None) -> None:
+    """Add a technique, so that strategies have the arguments in its options, in Python, YAML and the command line.
+
+    An installed package does so without a call, by an entry point in the group ``lightning_dist.techniques``.
+
+    Args:
+        options: The class of its options, which builds the technique. Registering it again changes nothing.
+        outside_of: The class of options in :data:`lightning_dist.parallelize.OPTIONS` before whose technique it is
+            built; None: it is outside of all others.
+
+    Raises:
+        ValueError: If another technique has an argument of the same name.
+    """
+    register_options(options, outside_of=outside_of)
+    MeshStrategy.show_arguments()
 
 
 def _hint(arguments: Mapping[str, Any], error: Exception) -> str:

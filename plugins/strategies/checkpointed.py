@@ -196,10 +196,14 @@ class CheckpointedStrategy(SharedBatchStrategy):
             self._wait_to_save()
             # Names that contain the time, and relative names, may differ between ranks.
             path = self.broadcast(absolute(filepath))
-            self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path)
+            self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path, self._settings_to_save())
             # Callbacks that average weights change them before the next step, which the strategy does not notice.
             if self._has_averages:
                 self._checkpoints.before_update()
+
+    def _settings_to_save(self) -> dict[str, Any]:
+        """Return what a checkpoint says about how the run trains, as plain JSON."""
+        return {}
 
     def _wait_to_save(self) -> None:
         """Wait until all ranks save, because each has a part of the checkpoint.

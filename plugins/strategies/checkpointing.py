@@ -101,7 +101,13 @@ class Checkpoints:
         if trainer.state.fn == TrainerFn.FITTING:
             self._bookkeeping.start(trainer)
 
-    def save(self, checkpoint: Mapping[str, Any], own: Callable[[], Mapping[str, Any]], path: str) -> None:
+    def save(
+        self,
+        checkpoint: Mapping[str, Any],
+        own: Callable[[], Mapping[str, Any]],
+        path: str,
+        settings: Mapping[str, Any],
+    ) -> None:
         """Save Lightning's ``checkpoint`` and each rank's own state at ``path``.
 
         This is a collective over all processes.
@@ -110,6 +116,7 @@ class Checkpoints:
             checkpoint: Lightning's checkpoint dictionary, which ``own`` may change before it is written.
             own: Function without arguments that returns this rank's own state.
             path: Absolute path or URL of the checkpoint.
+            settings: How the run trains: the settings of the strategy and of techniques, as plain JSON.
 
         Raises:
             CheckpointError: If it cannot be written outside of a fit. A fit goes on, and :meth:`finish` raises the
@@ -118,7 +125,7 @@ class Checkpoints:
         start = time.perf_counter()
         self.finish_pending()
         step = int(checkpoint.get("global_step", 0))
-        about = {"global_step": step, "epoch": checkpoint.get("epoch"), "run": self._run}
+        about = {"global_step": step, "epoch": checkpoint.get("epoch"), "run": self._run, "settings": settings}
         if self._trainer is not None:
             about |= runs_of(self._trainer)
         asynchronous = self._is_fitting and self._options.asynchronous

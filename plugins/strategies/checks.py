@@ -18,21 +18,25 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_dist._compat import is_compiled
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.parallel_module import parallelized
-from lightning_dist.parallelize import ParallelConfig
+from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import scales_losses
 from lightning_dist.plugins.strategies.wrapped_hooks import defines_hook
+from lightning_dist.techniques.float32_modules import refuse_other_patterns
+from lightning_dist.techniques.options import Arguments, Fit, Run
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
-from lightning_dist._compat import is_compiled
 
 __all__ = [
+    "check_fit",
     "check_optimizers",
+    "check_run",
+    "explaining_optimizer_errors",
     "refuse_for_pipeline",
-    "refuse_step_in_backward",
+    "refuse_other_options",
     "refuse_what_cannot_work",
     "warn_of_idle_arguments",
 ]
@@ -83,60 +87,109 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
         )
 
 
-def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> None:
-    """Warn about arguments for sharding that have no effect because the sizes of the mesh leave nothing to shard.
+def check_run(strategy: MeshStrategy) -> None:
+    """Refuse arguments of techniques that cannot be combined, before processes start.
+
+    Args:
+        strategy: Strategy whose layout is known.
+
+    Raises:
+        ValueError: If the arguments do not fit each other, the precision or the device.
+    """
+    run = _run(strategy)
+    for options in strategy.config.arguments.options:
+        options.check(run, strategy.config.arguments)
+
+
+def check_fit(strategy: MeshStrategy, trainer: Trainer) -> None:
+    """Refuse arguments of techniques that do not fit the module of a fit. Other runs are not checked.
+
+    Args:
+        strategy: Strategy of the run.
+        trainer: The Trainer that is about to run its module.
+
+    Raises:
+        MisconfigurationException: If an argument does not fit the module, a callback or another argument.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    module, plugin = trainer.lightning_module, trainer.precision_plugin
+
+    def overridden(hooks: Sequence[str]) -> list[str]:
+        owners = (module, *trainer.callbacks)  # type: ignore[attr-defined]
+        return [f"{type(owner).__name__}.{hook}" for owner in owners for hook in hooks if defines_hook(hook, owner)]
+
+    fit = Fit(
+        module=type(module).__name__,
+        is_automatic=module.automatic_optimization,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        changes_accumulation=_compat.changes_accumulation(trainer),
+        gradient_clip_val=trainer.gradient_clip_val,
+        master_weights=type(plugin).__name__ if getattr(plugin, "master_weights", None) else "",
+        overridden=overridden,
+    )
+    run = _run(strategy)
+    with as_misconfiguration():
+        for options in strategy.config.arguments.options:
+            options.check_fit(run, fit, strategy.config.arguments)
+
+
+def _run(strategy: MeshStrategy) -> Run:
+    plugin = strategy.precision_plugin
+    return Run(
+        strategy=strategy.strategy_name,
+        layout=strategy.layout,
+        device_type=strategy.root_device.type,
+        num_devices=strategy.num_processes,
+        precision=str(plugin.precision),
+        scales_losses=scales_losses(plugin),
+        gathers_float8=getattr(plugin, "float8_all_gather", False),
+    )
+
+
+def warn_of_idle_arguments(arguments: Arguments, layout: ParallelLayout) -> None:
+    """Warn about arguments that have no effect with the sizes of the mesh.
 
     This is not an error, so that a configuration for several devices can be tried on one.
 
     Args:
-        config: The configuration from the strategy's arguments.
+        arguments: The options of all techniques.
         layout: The sizes of the mesh's axes.
     """
-    if layout.num_shards == 1 and (idle := config.for_shards()):
-        asked = ", ".join(f"{name}={value!r}" for name, value in idle.items())
-        rank_zero_warn(f"{asked} has no effect: dp_shard_size is 1, so that nothing is sharded.")
-    if layout.cp == 1 and config.context_parallel.attention != "auto":
-        asked = f"attention={config.context_parallel.attention!r}"
-        rank_zero_warn(f"{asked} has no effect: cp_size is 1, so that no sequence is split.")
-    if layout.ep == layout.tp == 1 and config.expert_capacity is not None:
-        asked = f"expert_capacity={config.expert_capacity}"
-        rank_zero_warn(f"{asked} has no effect: ep_size and tp_size are 1, so that no experts are distributed.")
+    for options in arguments.options:
+        sentence = options.without_effect(layout)
+        if sentence:
+            rank_zero_warn(sentence)
 
 
-def refuse_step_in_backward(config: ParallelConfig, layout: ParallelLayout, trainer: Trainer) -> None:
-    """Refuse ``step_in_backward`` where something needs all gradients at once, or nothing would be saved.
+def refuse_other_options(
+    existing: ParallelModule, arguments: Arguments, layout: ParallelLayout, keep_fp32: Sequence[str]
+) -> None:
+    """Refuse options that differ from those by which an earlier Trainer has made a module parallel.
+
+    Args:
+        existing: The module as an earlier Trainer has made it parallel.
+        arguments: The options of all techniques.
+        layout: The sizes of the mesh's axes.
+        keep_fp32: Patterns of modules that run in float32.
 
     Raises:
-        MisconfigurationException: If another argument, the module or a callback does not fit.
+        MisconfigurationException: If a technique would have to be changed.
+        ValueError: If the module runs other modules in float32.
     """
-    if not config.step_in_backward or trainer.state.fn != TrainerFn.FITTING:
-        return
-    module, plugin = trainer.lightning_module, trainer.precision_plugin
-    hooks = (
-        "backward", "configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step"
-    )  # fmt: skip
-    reasons = {
-        f"{layout}: nothing is sharded, so that all gradients exist in any case": layout.num_shards == 1,
-        f"pp_size={layout.pp}: a pipeline reduces all gradients at the end": layout.pp > 1,
-        f"gradient_clip_val={trainer.gradient_clip_val}: the norm needs all gradients": trainer.gradient_clip_val,
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches}": trainer.accumulate_grad_batches > 1,
-        "GradientAccumulationScheduler": _compat.changes_accumulation(trainer),
-        f"precision={plugin.precision!r} with a loss scale: an overflow skips the whole step": scales_losses(plugin),
-        f"{type(plugin).__name__} with master weights": getattr(plugin, "master_weights", None),
-        "compression": config.compression,
-        "sync": config.sync,
-        "automatic_optimization = False": not module.automatic_optimization,
-        **{
-            f"{type(hooked).__name__}.{hook}, which would see updated weights and no gradients": defines_hook(
-                hook, hooked
-            )
-            for hooked in (module, *trainer.callbacks)  # type: ignore[attr-defined]
-            for hook in hooks
-        },
-    }
-    for reason, is_given in reasons.items():
-        if is_given:
-            raise MisconfigurationException(f"step_in_backward=True with {reason}. Leave one of the two out.")
+    refuse_other_patterns(existing.module, keep_fp32)
+    with as_misconfiguration():
+        for options in arguments.options:
+            options.check_change(existing, layout)
+
+
+@contextmanager
+def as_misconfiguration() -> Iterator[None]:
+    """Raise errors of the engine's checks as Lightning's errors of configuration."""
+    try:
+        yield
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
 
 
 def refuse_for_pipeline(module: LightningModule) -> None:

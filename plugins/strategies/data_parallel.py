@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_dist.mesh.layout import AXES, REMAINING
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.techniques.sharding import ShardingOptions
 
 __all__ = ["DataParallelStrategy"]
 
@@ -25,6 +26,7 @@ class DataParallelStrategy(MeshStrategy):
     """
 
     strategy_name = "data_parallel"
+    offers = frozenset({"dp_replicate"})
 
     def __init__(self, dp_replicate_size: int | None = None, **kwargs: Any) -> None:
         axes = {"ep_size", *(f"{axis.name}_size" for axis in AXES)} - {"dp_replicate_size"}
@@ -34,7 +36,7 @@ class DataParallelStrategy(MeshStrategy):
                 " strategy='hybrid_shard' to shard the model, or 'nd_parallel' for any sizes."
             )
         super().__init__(**kwargs)
-        for name, value in self._config.for_shards().items():
+        for name, value in self._config.arguments.of(ShardingOptions).given().items():
             raise ValueError(
                 f"{name}={value!r}: data_parallel shards nothing, so that it would have no effect. Leave it out, or"
                 " use strategy='hybrid_shard' to shard the model."

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.precision import PrecisionPolicy
 
-__all__ = ["hint_about_devices", "refuse_async_tensor_parallel", "refuse_bfloat16", "refuse_shared_gpu"]
+__all__ = ["hint_about_devices", "refuse_bfloat16", "refuse_shared_gpu"]
 
 _SINCE = (2, 10)
 """The first version of NCCL that has bfloat16 (its release notes, 2021)."""
@@ -33,33 +32,6 @@ def hint_about_devices(devices: Any, error: Exception) -> str:
         f"Trainer(devices={devices!r}): each process needs a GPU of its own, and {found} can be used here{limited}. Set"
         f" devices={found or 1} or devices='auto', or try out more processes with accelerator='cpu'."
     )
-
-
-def refuse_async_tensor_parallel(is_async: bool, layout: ParallelLayout, device_type: str, num_devices: int) -> None:
-    """Refuse to overlap the exchanges of tensor parallelism with matrix products where torch cannot do it.
-
-    Args:
-        is_async: The argument ``async_tensor_parallel``.
-        layout: The sizes of the mesh's axes.
-        device_type: Type of the device on which steps run.
-        num_devices: Number of processes on a node.
-
-    Raises:
-        ValueError: If it is asked for and cannot be done; the text names the reason and the fix.
-    """
-    if not is_async:
-        return
-    reasons = {
-        "no layer is split. Set tp_size, or leave it out": layout.tp == 1,
-        f"with pp_size={layout.pp}, stages send each other whole hidden states, so that layers exchange no tokens."
-        " Leave it out": layout.pp > 1,
-        f"its kernels copy between CUDA devices, and this run uses {device_type}. Leave it out": device_type != "cuda",
-        f"its kernels copy between the devices of a node, which has {num_devices}. Use a tp_size of at most"
-        f" {num_devices}, or leave it out": layout.tp > num_devices,
-    }
-    for reason, is_given in reasons.items():
-        if is_given:
-            raise ValueError(f"async_tensor_parallel=True with tp_size={layout.tp}: {reason}.")
 
 
 def refuse_shared_gpu(error: Exception, num_devices: int, num_nodes: int) -> None:

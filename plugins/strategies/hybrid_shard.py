@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -27,24 +26,20 @@ class HybridShardStrategy(MeshStrategy):
             be -1, which stands for the number of processes divided by the other size.
         ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of ``dp_shard_size``
             (expert parallelism). None: 1.
-        expert_capacity: Largest number of tokens that a process sends to one expert in a forward of a training step.
-            The others are left out for this expert, so that all sizes are known beforehand, and no host waits for
-            numbers of tokens. None: all tokens are sent.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
     strategy_name = "hybrid_shard"
+    offers = frozenset({"dp_replicate", "dp_shard", "ep"})
 
     def __init__(
         self,
         dp_replicate_size: int | None = None,
         dp_shard_size: int | None = None,
         ep_size: int | None = None,
-        expert_capacity: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._config = replace(self._config, expert_capacity=expert_capacity)
         self._dp_replicate_size = dp_replicate_size
         self._dp_shard_size = dp_shard_size
         self._ep_size = ep_size

@@ -19,12 +19,11 @@ from lightning_dist._compat import local_of
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.parallel_module import ParallelModule
-from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.parameters.memory_use import advise, predict, run_size, state_bytes_per_element
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import KEPT_BYTES, MeshPrecision
-from lightning_dist.plugins.strategies.offloading import leaves_device
 from lightning_dist.run.telemetry import bytes_in_use, peak_bytes_since, reset_peak
+from lightning_dist.techniques.options import Arguments
 
 __all__ = ["MemoryReport", "is_out_of_memory"]
 
@@ -40,7 +39,7 @@ class MemoryReport:
         trainer: The Trainer of the fit.
         module: The parallel module.
         optimizers: The optimizers of the fit.
-        config: How the module was made parallel.
+        arguments: The options of all techniques.
         layout: The sizes of the mesh's axes.
         device: The device of this rank.
     """
@@ -50,7 +49,7 @@ class MemoryReport:
         trainer: Trainer,
         module: ParallelModule,
         optimizers: Sequence[Optimizer],
-        config: ParallelConfig,
+        arguments: Arguments,
         layout: ParallelLayout,
         device: torch.device,
     ) -> None:
@@ -60,16 +59,11 @@ class MemoryReport:
         self._layout = layout
         self._device = device
         self._is_on_cpu = device.type == "cpu"
-        offload, stage = config.offload, getattr(trainer.strategy, "_zero_stage", None)
-        leaves = leaves_device(offload, device)
+        traits = [options.memory_traits(device) for options in arguments.options]
         self._size = replace(
             run_size(module.module, module.groups, optimizers),
-            recomputes=config.activation_checkpointing.kind == "full",
-            accumulates=trainer.accumulate_grad_batches > 1 and stage in (None, 1),
-            offloads_params=leaves and offload is not None and offload.has_params,
-            offloads_gradients=not self._is_on_cpu and offload is not None and offload.has_params,
-            steps_in_backward=config.step_in_backward,
-            offloads_states=leaves and offload is not None and offload.has_optimizer,
+            accumulates=trainer.accumulate_grad_batches > 1 and not arguments.reduces_every_batch,
+            **{name: value for own in traits for name, value in own.items()},
         )
         plugin = trainer.precision_plugin
         if isinstance(plugin, MeshPrecision) and plugin.master_weights is not None and optimizers:

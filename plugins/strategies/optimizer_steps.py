@@ -47,7 +47,7 @@ class OptimizerSteps:
         module: The module whose parameters they optimize.
         where: Where they step.
         layout: The sizes of the mesh's axes.
-        hindrances: For each setting with which an optimizer cannot step on whole parameters, whether it is in use.
+        hindrances: The settings in use with which an optimizer cannot step on whole parameters.
         sync: Method by which replicas that train on their own are synchronized; None: they average gradients.
 
     Raises:
@@ -61,14 +61,14 @@ class OptimizerSteps:
         module: nn.Module,
         where: OptimizerStep,
         layout: ParallelLayout,
-        hindrances: dict[str, bool],
+        hindrances: Sequence[str],
         sync: SyncMethod | None,
     ) -> None:
         self._module = module
         self._where = where
         self._layout = layout
         self._sync = sync
-        self._hindrances = [setting for setting, is_used in hindrances.items() if is_used]
+        self._hindrances = hindrances
         self._steps: list[LocalStep | SparseStep | WholeStep] = []
         self._rows: list[str] = []
         self._whole: dict[Optimizer, WholeStep] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
@@ -25,12 +24,13 @@ from lightning_dist.plugins.precision import (
     check_reduce_dtype,
     precision_policy,
     refuse_uncomputable,
+    scales_losses,
     use_precision_again,
 )
 from lightning_dist.plugins.strategies.checkpointed import CheckpointedStrategy
+from lightning_dist.plugins.strategies.checks import refuse_other_options
 from lightning_dist.plugins.strategies.gpus import refuse_bfloat16
-from lightning_dist.plugins.strategies.gradient_compression import with_loss_scaling
-from lightning_dist.plugins.strategies.steps.choice import complete_config, refuse_other_config
+from lightning_dist.plugins.strategies.steps.choice import FirstSteps
 
 __all__ = ["ParallelizingStrategy"]
 
@@ -104,14 +104,13 @@ class ParallelizingStrategy(CheckpointedStrategy):
         """
         existing = parallelized(module)
         if existing is not None:
-            wanted = self.layout.sharding_mesh(self.mesh, self._config.sync is not None)
+            wanted = self.layout.sharding_mesh(self.mesh, self._config.arguments.lets_replicas_differ)
             if existing.mesh != wanted:
                 raise MisconfigurationException(
                     f"This {type(module).__name__} is sharded over {existing.mesh} by an earlier Trainer, and cannot be"
                     f" sharded over {wanted} as well. Make a new one, and load the weights from a checkpoint."
                 )
-            config = replace(self._config, keep_fp32=self.precision_policy.keep_fp32)
-            refuse_other_config(existing, config, self.layout)
+            refuse_other_options(existing, self._config.arguments, self.layout, self.precision_policy.keep_fp32)
             use_precision_again(module, self.precision_plugin)
             return existing
         if self.layer_sync is not None:
@@ -125,21 +124,20 @@ class ParallelizingStrategy(CheckpointedStrategy):
         with deferred_init(self.root_device) if is_deferred else nullcontext():
             self.precision_plugin.convert_module(module)
         self._move_to_device(module)
-        sharding = replace(
-            self._config.sharding,
-            param_dtype=policy.param_dtype,
-            reduce_dtype=policy.reduce_dtype,
-            gather_as=policy.gather_as,
-        )
         assert self._tracing is not None
-        config = complete_config(self._config, self.layout, module, self._trainer, self._tracing, copied)
-        config = replace(config, sharding=sharding, keep_fp32=policy.keep_fp32)
-        config = with_loss_scaling(config, self.precision_plugin)
-        if config.sync is not None and not module.automatic_optimization:
-            config = replace(config, sync=replace(config.sync, waits_for_ranks=True))
-        if copied is not None:  # A copy, such as an average of the weights, gets no gradients.
-            config = replace(config, compression=None, sync=None)
-        return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group, self._context_group)
+        return parallelize(
+            module,
+            self.layout,
+            self.mesh,
+            self._config,
+            FirstSteps(module, self._trainer, self._tracing),
+            precision=policy,
+            scales_losses=scales_losses(self.precision_plugin),
+            is_automatic=module.automatic_optimization,
+            copied=copied,
+            stage_to_stage=self._stage_to_stage_group,
+            context=self._context_group,
+        )
 
     def _parallelize_averages(self, trainer: Trainer) -> None:
         """Make the averages of the weights parallel that callbacks keep. This is a collective over all processes.
@@ -151,9 +149,10 @@ class ParallelizingStrategy(CheckpointedStrategy):
             average = _compat.average_model(callback)
             if average is None:
                 continue
-            if self._config.sync is not None:
+            arguments = self._config.arguments
+            if arguments.lets_replicas_differ:
                 raise MisconfigurationException(
-                    f"{type(callback).__name__} with sync={self._config.sync.method}: each replica would average its"
+                    f"{type(callback).__name__} with sync={arguments['sync']}: each replica would average its"
                     " own weights. Remove one of the two."
                 )
             self._has_averages = True

@@ -22,7 +22,6 @@ from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import MeshPrecision
 from lightning_dist.plugins.strategies.checks import check_optimizers, explaining_optimizer_errors
 from lightning_dist.plugins.strategies.memory_report import MemoryReport
-from lightning_dist.plugins.strategies.offloading import leaves_device
 from lightning_dist.plugins.strategies.optimizer_steps import OptimizerStep, OptimizerSteps, check_optimizer_step
 from lightning_dist.plugins.strategies.parallelizing import ParallelizingStrategy
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
@@ -46,9 +45,6 @@ class SteppingStrategy(ParallelizingStrategy):
         ValueError: If ``optimizer_step`` has none of its values.
     """
 
-    _reduces_every_batch = False
-    """Whether the backward of each batch of an accumulation reduces its gradients."""
-
     def __init__(self, *args: Any, optimizer_step: OptimizerStep = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._where_optimizers_step = check_optimizer_step(optimizer_step)
@@ -69,22 +65,19 @@ class SteppingStrategy(ParallelizingStrategy):
             super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.lightning_module, type(self).__name__, self.root_device)
-        plugin, offload = self.precision_plugin, self._config.offload
+        plugin, arguments = self.precision_plugin, self._config.arguments
         kind = plugin.master_weights if isinstance(plugin, MeshPrecision) else None
-        hindrances = {
-            # With other optimizers than elementwise ones, it is refused in any case.
-            "step_in_backward=True": self._config.step_in_backward and self._where_optimizers_step == "whole",
-            f"offload={offload and offload.what!r}": leaves_device(offload, self.root_device),
-            f"MeshPrecision(master_weights={kind!r})": kind is not None,
-        }
-        where, sync = self._where_optimizers_step, self._config.sync
+        is_asked = self._where_optimizers_step == "whole"
+        need_shards = [options.needs_shards(self.root_device, is_asked) for options in arguments.options]
+        if kind is not None:
+            need_shards.append(f"MeshPrecision(master_weights={kind!r})")
         self._optimizer_steps = OptimizerSteps(
             self.optimizers,
             self.lightning_module,
-            where,
+            self._where_optimizers_step,
             self.layout,
-            hindrances,
-            None if sync is None else sync.method,
+            list(filter(None, need_shards)),
+            arguments["sync"],
         )
         self._undo_optimizers = self.parallel.prepare_optimizers(self.optimizers)
 
@@ -198,7 +191,7 @@ class SteppingStrategy(ParallelizingStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Return a context in which each rank adds up its own gradients, for Lightning's accumulation of gradients."""
-        self.parallel.set_gradient_sync(self._reduces_every_batch)
+        self.parallel.set_gradient_sync(self._config.arguments.reduces_every_batch)
         try:
             with self.steps.before_last_batch():
                 yield

@@ -11,16 +11,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import Precision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import DataParallelStrategy, Float8Precision, FullShardStrategy
+from lightning_dist import DataParallelStrategy, FullShardStrategy
 from lightning_dist._compat import local_of
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.plugins.strategies.offloading import backend_for_offload, refuse_offload
-from lightning_dist.techniques.offload import MappedFile, OffloadConfig, OffloadedStep, mapped_file
+from lightning_dist.parallelize import options_from
+from lightning_dist.techniques.offload import MappedFile, OffloadedStep, OffloadOptions, mapped_file
 from lightning_dist.techniques.offload.offload import refuse_for_accelerators_only
+from tests.arguments import run_of
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
 from tests.models import GPT, build
 from tests.pool import RankFailed, WorkerPool
@@ -203,10 +203,10 @@ def replicated() -> None:
 
 
 def test_parameters_that_are_not_sharded_are_refused(pool: WorkerPool) -> None:
-    refuse_offload(OffloadConfig("both"), ParallelLayout(dp_shard=2), Precision(), "full_shard")
-    float8 = Float8Precision(emulate=True, float8_all_gather=True)
+    layout, arguments = ParallelLayout(dp_shard=2), options_from({"offload": "both"})
+    OffloadOptions("both").check(run_of(layout), arguments)
     with pytest.raises(ValueError, match="Leave float8_all_gather out"):
-        refuse_offload(OffloadConfig("both"), ParallelLayout(dp_shard=2), float8, "full_shard")
+        OffloadOptions("both").check(run_of(layout, gathers_float8=True), arguments)
     with pytest.raises(RankFailed, match="only sharded parameters can be offloaded"):
         pool.run(replicated, 2)
 
@@ -244,4 +244,4 @@ def test_only_a_fused_step_takes_the_number_of_steps_to_its_device(options: dict
     ],
 )
 def test_shards_on_the_cpu_get_a_backend(what: Any, backend: str | None, device: str, expected: str | None) -> None:
-    assert backend_for_offload(OffloadConfig(what), backend, torch.device(device)) == expected
+    assert OffloadOptions(what).backend(backend, torch.device(device)) == expected

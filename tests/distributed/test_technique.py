@@ -1,11 +1,16 @@
-"""Test that a technique can be added by one class and one entry in the list, and then works with every strategy."""
+"""Test that a technique with an option is added by one file and one line, and then works with every strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -17,34 +22,63 @@ from lightning_dist import (
     DataParallelStrategy,
     FullShardStrategy,
     HybridShardStrategy,
+    MeshStrategy,
     NDParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
-    parallelize,
+    register_technique,
 )
+from lightning_dist.checkpoint import verify
 from lightning_dist.parallel_module import parallelized
+from lightning_dist.parallelize import OPTIONS
 from lightning_dist.parameters.group import ParameterGroup
+from lightning_dist.plugins.loggers.store import connect
+from lightning_dist.plugins.strategies import TECHNIQUES
 from lightning_dist.plugins.strategies.startup_table import startup_table
+from lightning_dist.techniques.options import Build, TechniqueOptions
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import build
 from tests.pool import WorkerPool
 
-STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
+STRATEGIES: dict[str, tuple[int, Callable[..., Any]]] = {
     "data_parallel": (2, DataParallelStrategy),
     "full_shard": (2, FullShardStrategy),
-    "hybrid_shard": (4, lambda: HybridShardStrategy(2, 2)),
+    "hybrid_shard": (4, partial(HybridShardStrategy, 2, 2)),
     "tensor_parallel": (2, TensorParallelStrategy),
     "context_parallel": (2, ContextParallelStrategy),
-    "pipeline_parallel": (2, lambda: PipelineParallelStrategy(num_microbatches=2)),
-    "nd_parallel": (4, lambda: NDParallelStrategy(2, tp_size=2, num_microbatches=2)),
+    "pipeline_parallel": (2, partial(PipelineParallelStrategy, num_microbatches=2)),
+    "nd_parallel": (4, partial(NDParallelStrategy, 2, tp_size=2, num_microbatches=2)),
 }
 
 
-class Doubling(Technique):
-    """Count how often units are gathered, and double the reduced gradients."""
+@dataclass(frozen=True)
+class DoublingOptions(TechniqueOptions):
+    """Choose how reduced gradients are scaled.
 
-    def __init__(self) -> None:
+    Args:
+        doubling: Factor by which reduced gradients are multiplied. 1: they are not.
+
+    Raises:
+        ValueError: If the factor is not positive.
+    """
+
+    doubling: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.doubling <= 0:
+            raise ValueError(f"doubling={self.doubling} must be positive, such as 2.")
+
+    def techniques(self, build: Build) -> Iterator[Technique]:
+        if self.doubling != 1:
+            yield Doubling(self.doubling)
+
+
+class Doubling(Technique):
+    """Count how often units are gathered, and scale the reduced gradients."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
         self.num_gathers = 0
         self.num_doubled = 0
 
@@ -62,7 +96,7 @@ class Doubling(Technique):
         for group in self.parallel.groups:
             for param in group.params:
                 if param.grad is not None:
-                    param.grad *= 2
+                    param.grad *= self.factor
 
     after_microbatches = after_backward
 
@@ -73,7 +107,18 @@ class Doubling(Technique):
         self.num_doubled = state["num_doubled"]
 
     def table_rows(self) -> Rows:
-        yield "doubling", "all gradients"
+        yield "doubling", f"all gradients, times {self.factor}"
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Let strategies have the option in this context."""
+    register_technique(DoublingOptions)
+    try:
+        yield
+    finally:
+        OPTIONS.remove(DoublingOptions)
+        MeshStrategy.show_arguments()
 
 
 def doubled(name: str, folder: Path, resumes: bool) -> tuple[Weights, int, int, str]:
@@ -87,12 +132,11 @@ def doubled(name: str, folder: Path, resumes: bool) -> tuple[Weights, int, int, 
     Returns:
         The weights, the technique's two counters, and the start-up table.
     """
-    own = parallelize._techniques
-    with patch.object(parallelize, "_techniques", lambda *args: [Doubling(), *own(*args)]):
+    with registered():
         model = build("gpt", optimizer="plain_sgd")
         trainer = make_trainer(
-            "auto", strategy=STRATEGIES[name][1](), max_steps=4 if resumes else 2, accumulate_grad_batches=2,
-            precision="64-true",
+            "auto", strategy=STRATEGIES[name][1](doubling=2.0), max_steps=4 if resumes else 2,
+            accumulate_grad_batches=2, precision="64-true",
         )  # fmt: skip
         path = folder / "two_steps.ckpt"
         parts = trainer.distributed_sampler_kwargs
@@ -140,9 +184,69 @@ def test_an_added_technique_changes_gradients_is_resumed_and_appears_in_the_tabl
     for _, num_gathers, num_doubled, table in pool.run(doubled, num_ranks, name, tmp_path, False):
         assert num_gathers > 0
         assert num_doubled == 2
-        assert "  doubling    all gradients" in table.splitlines()
+        assert "  doubling    all gradients, times 2.0" in table.splitlines()
     weights: Weights = {}
     for own, _, num_doubled, _ in pool.run(doubled, num_ranks, name, tmp_path, True):
         assert num_doubled == 4
         weights |= own
     assert_same(weights, expected)
+
+
+def test_a_wrong_value_and_an_argument_of_no_technique_are_refused() -> None:
+    with registered(), pytest.raises(ValueError, match=r"doubling=-1 must be positive, such as 2\."):
+        FullShardStrategy(doubling=-1)
+    with pytest.raises(TypeError, match="FullShardStrategy has no argument 'doubling'"):
+        FullShardStrategy(doubling=2)
+
+
+def test_two_techniques_cannot_have_the_same_argument() -> None:
+    @dataclass(frozen=True)
+    class SameName(TechniqueOptions):
+        compression: str | None = None
+
+    with pytest.raises(ValueError, match="CompressionOptions and SameName both have an argument 'compression'"):
+        register_technique(SameName)
+    assert SameName not in OPTIONS
+
+
+CONFIGURATION = """
+seed_everything: 1
+model: lightning.pytorch.demos.boring_classes.BoringModel
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_steps: 2
+  limit_val_batches: 0
+  enable_progress_bar: false
+  strategy: {class_path: lightning_dist.FullShardStrategy, init_args: {doubling: 3}}
+"""
+
+
+@pytest.mark.alone
+def test_an_installed_package_adds_a_technique_to_the_command(tmp_path: Path, mlflow_folder: Path) -> None:
+    """An entry point is enough for YAML and the command line, and for what a run records."""
+    package = tmp_path / "packages" / "doubling-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: doubling\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[{TECHNIQUES}]\ndoubling = {__name__}:DoublingOptions\n")
+    (tmp_path / "run.yaml").write_text(CONFIGURATION)
+    paths = [str(package.parent), str(Path(__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "lightning_dist.cli", "fit", "-c", "run.yaml"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    wrong = run("--trainer.strategy.doubling=-1")
+    assert wrong.returncode == 2
+    assert "doubling=-1.0 must be positive, such as 2." in wrong.stderr
+    done = run("--trainer.strategy.doubling=4")
+    assert done.returncode == 0, done.stderr
+    assert "  doubling    all gradients, times 4.0" in (done.stdout + done.stderr).splitlines()
+    (manifest,) = (verify(str(path)) for path in tmp_path.rglob("*.ckpt"))
+    assert manifest.about["settings"]["doubling"] == 4.0
+    store = connect(f"sqlite:///{mlflow_folder}/mlflow.db")
+    (found,) = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
+    assert found.data.params["dist.doubling"] == "4.0"

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from examples.gpt.model import GPT
-from lightning_dist.plugins.strategies.offloading import backend_for_offload
-from lightning_dist.techniques.offload import OffloadConfig
+from lightning_dist.techniques.offload import OffloadOptions
 from tests.gpu.__main__ import main
 from tests.gpu.check import CUDA, Check, Found, capability, devices, memory_gib, package
 from tests.gpu.checks import CHECKS, speed
@@ -248,7 +247,7 @@ def test_an_error_in_a_kernel_is_not_hidden_by_the_errors_that_follow(monkeypatc
 
 
 def backend_with_offloaded_params() -> str | None:
-    return backend_for_offload(OffloadConfig("params"), None, torch.device("cuda"))
+    return OffloadOptions("params").backend(None, torch.device("cuda"))
 
 
 def test_ranks_that_share_a_device_use_the_backend_of_the_kit(processes: Processes) -> None:

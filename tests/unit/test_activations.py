@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.plugins.strategies.activations import checkpointing_mode
-from lightning_dist.techniques.activation_checkpointing import offload
+from lightning_dist.techniques.activation_checkpointing import CheckpointingOptions, offload
 from lightning_dist.techniques.activation_checkpointing.copies import Copies, MovedTensor
 from lightning_dist.techniques.activation_checkpointing.saved_operations import selective_contexts
 
@@ -35,7 +34,7 @@ from lightning_dist.techniques.activation_checkpointing.saved_operations import 
     ],
 )
 def test_a_mode_chooses_blocks_that_are_spread_evenly(value: Any, expected: str) -> None:
-    mode = checkpointing_mode(value)
+    mode = CheckpointingOptions(value).mode
     assert "".join(str(index) for index in range(10) if mode and mode.chooses(index)) == expected
 
 
@@ -44,7 +43,7 @@ def test_a_mode_chooses_blocks_that_are_spread_evenly(value: Any, expected: str)
 )
 def test_other_modes_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="must be one of 'none', 'full', 'selective', 'offload', True"):
-        checkpointing_mode(value)
+        CheckpointingOptions(value)
 
 
 class Layers(nn.Module):

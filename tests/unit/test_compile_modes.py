@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.parallelize import ParallelConfig
-from lightning_dist.plugins.strategies.compiling import (
-    compile_config,
-    refuse_accumulation_in_graphs,
-    refuse_cuda_graphs,
-)
-from lightning_dist.techniques.activation_checkpointing import CheckpointingMode
-from lightning_dist.techniques.compilation import Compilation, CompileConfig
-from lightning_dist.techniques.tiling import TilingConfig
+from lightning_dist.parallelize import options_from
+from lightning_dist.techniques.compilation import Compilation, CompileConfig, CompileOptions
+from tests.arguments import fit_of, run_of
 
 GRAPHS = CompileConfig(mode="reduce-overhead")
 
@@ -36,7 +26,7 @@ GRAPHS = CompileConfig(mode="reduce-overhead")
     ],
 )
 def test_values_are_understood(value: Any, expected: CompileConfig | None, text: str | None) -> None:
-    config = compile_config(value)
+    config = CompileOptions(value).config
     assert config == expected
     assert (None if config is None else str(config)) == text
 
@@ -51,7 +41,7 @@ def test_values_are_understood(value: Any, expected: CompileConfig | None, text:
 )
 def test_other_values_are_refused(value: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error.replace("{", r"\{")):
-        compile_config(value)
+        CompileOptions(value)
 
 
 def test_only_graphs_begin_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,23 +62,24 @@ def test_only_graphs_begin_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dp_shard": 2}, {}, "cuda", "FSDP2 gathers the parameters of a block into other memory in each step"),
         ({"pp": 2}, {}, "cuda", "with pp_size=2: a pipeline runs a block for several microbatches"),
         ({"tp": 2}, {}, "cuda", "with tp_size=2, cp_size=1 and ep_size=1: blocks exchange tensors"),
-        ({}, {"activation_checkpointing": CheckpointingMode("full")}, "cuda", "with activation_checkpointing"),
-        ({}, {"tiling": TilingConfig(4, None)}, "cuda", "with tiled_mlp"),
+        ({}, {"activation_checkpointing": "full"}, "cuda", "with activation_checkpointing"),
+        ({}, {"tiled_mlp": 4}, "cuda", "with tiled_mlp"),
         ({"dp_replicate": 8}, {}, "cuda", None),
     ],
 )
 def test_graphs_are_refused_where_they_cannot_work(
     layout: dict[str, int], kwargs: dict[str, Any], device_type: str, error: str | None
 ) -> None:
-    config = ParallelConfig(compilation=GRAPHS, **kwargs)
+    run = run_of(ParallelLayout(**layout), device_type=device_type)
+    arguments = options_from({"compile": {"mode": "reduce-overhead"}, **kwargs})
     if error is None:
-        refuse_cuda_graphs(config, ParallelLayout(**layout), device_type)
+        arguments.of(CompileOptions).check(run, arguments)
         return
     with pytest.raises(ValueError, match=error) as raised:
-        refuse_cuda_graphs(config, ParallelLayout(**layout), device_type)
+        arguments.of(CompileOptions).check(run, arguments)
     assert str(raised.value).startswith("compile={'mode': 'reduce-overhead'} ")
     assert str(raised.value).endswith("or compile={'mode': 'max-autotune-no-cudagraphs'}.")
-    refuse_cuda_graphs(ParallelConfig(compilation=CompileConfig(), **kwargs), ParallelLayout(**layout), device_type)
+    CompileOptions(True).check(run, options_from({"compile": True, **kwargs}))
 
 
 @pytest.mark.parametrize(
@@ -96,16 +87,12 @@ def test_graphs_are_refused_where_they_cannot_work(
     [(2, True, "accumulate_grad_batches=2"), (1, False, "automatic_optimization = False"), (1, True, None)],
 )
 def test_graphs_are_refused_if_gradients_add_up(accumulate: int, is_automatic: bool, error: str | None) -> None:
-    module = nn.Linear(2, 2)
-    module.automatic_optimization = is_automatic  # type: ignore[assignment]
-    trainer: Any = SimpleNamespace(
-        state=SimpleNamespace(fn=TrainerFn.FITTING), accumulate_grad_batches=accumulate, lightning_module=module
-    )
-    refuse_accumulation_in_graphs(ParallelConfig(compilation=CompileConfig()), trainer)
+    run = run_of(ParallelLayout(), device_type="cuda")
+    fit = fit_of(accumulate_grad_batches=accumulate, is_automatic=is_automatic)
+    graphs, arguments = CompileOptions({"mode": "reduce-overhead"}), options_from({})
+    CompileOptions(True).check_fit(run, fit, arguments)
     if error is None:
-        refuse_accumulation_in_graphs(ParallelConfig(compilation=GRAPHS), trainer)
+        graphs.check_fit(run, fit, arguments)
         return
-    with pytest.raises(MisconfigurationException, match=error):
-        refuse_accumulation_in_graphs(ParallelConfig(compilation=GRAPHS), trainer)
-    trainer.state.fn = TrainerFn.VALIDATING
-    refuse_accumulation_in_graphs(ParallelConfig(compilation=GRAPHS), trainer)
+    with pytest.raises(ValueError, match=error):
+        graphs.check_fit(run, fit, arguments)

@@ -6,9 +6,8 @@ import pytest
 
 from lightning_dist import DataParallelStrategy
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.parallelize import ParallelConfig
+from lightning_dist.parallelize import options_from
 from lightning_dist.plugins.strategies.checks import warn_of_idle_arguments
-from lightning_dist.techniques.sharding import ShardingConfig
 
 
 @pytest.mark.parametrize("name", ["dp_shard_size", "tp_size", "pp_size"])
@@ -26,12 +25,12 @@ def test_what_is_about_shards_is_refused_by_name(argument: dict[str, int | bool]
 
 
 def test_arguments_about_shards_are_warned_of_where_the_sizes_leave_nothing_to_shard() -> None:
-    config = ParallelConfig(min_num_params=10, sharding=ShardingConfig(reshard_after_forward=False))
-    with pytest.warns(UserWarning, match="reshard_after_forward=False, min_num_params=10 has no effect: dp_shard_size"):
-        warn_of_idle_arguments(config, ParallelLayout(dp_replicate=2))
+    arguments = options_from({"min_num_params": 10, "reshard_after_forward": False})
+    with pytest.warns(UserWarning, match="min_num_params=10, reshard_after_forward=False has no effect: dp_shard_size"):
+        warn_of_idle_arguments(arguments, ParallelLayout(dp_replicate=2))
 
 
 def test_arguments_about_shards_are_not_warned_of_where_there_are_shards() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_idle_arguments(ParallelConfig(min_num_params=10), ParallelLayout(dp_shard=2))
+        warn_of_idle_arguments(options_from({"min_num_params": 10}), ParallelLayout(dp_shard=2))

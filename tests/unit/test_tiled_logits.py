@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dist.techniques.tiling import TilingConfig
+from lightning_dist.techniques.tiling import TilingOptions
 from lightning_dist.techniques.tiling.tiled_logits import Head, TiledLogits
 
 BATCH, LENGTH, WIDTH, CLASSES, TILE = 3, 8, 5, 31, 3
@@ -140,4 +140,4 @@ def test_logits_are_never_whole(is_tiled: bool) -> None:
 @pytest.mark.parametrize(("mlp", "loss", "name"), [(0, None, "tiled_mlp=0"), (None, True, "tiled_loss=True")])
 def test_numbers_of_tokens_must_be_positive(mlp: Any, loss: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be a number of tokens of at least 1"):
-        TilingConfig(mlp, loss)
+        TilingOptions(mlp, loss)

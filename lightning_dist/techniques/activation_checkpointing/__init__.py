@@ -1,5 +1,6 @@
 """Keep fewer activations for the backward.
 
+- ``options``: Defines the argument.
 - ``mode``: Says what is kept, as the strategies' argument ``activation_checkpointing`` chooses.
 - ``activation_checkpointing``: Implements the technique.
 - ``block_state``: Lets a block run again with the buffers and random numbers of its forward.
@@ -9,5 +10,6 @@
 
 from lightning_dist.techniques.activation_checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_dist.techniques.activation_checkpointing.mode import CheckpointingMode, Kind
+from lightning_dist.techniques.activation_checkpointing.options import CheckpointingOptions
 
-__all__ = ["ActivationCheckpointing", "CheckpointingMode", "Kind"]
+__all__ = ["ActivationCheckpointing", "CheckpointingMode", "CheckpointingOptions", "Kind"]

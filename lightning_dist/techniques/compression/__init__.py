@@ -1,5 +1,6 @@
 """Compress the gradients that replicas send each other.
 
+- ``options``: Defines the arguments.
 - ``compressor``: Defines the base class of compressors.
 - ``compressors``: Implements them, one per file.
 - ``two_shot``: Implements the exchange of those that encode each number or block on its own.
@@ -13,7 +14,7 @@
 - ``sync_methods``: Say how they do so.
 """
 
-from lightning_dist.techniques.compression.compression import Compression, CompressionConfig
+from lightning_dist.techniques.compression.compression import Compression
 from lightning_dist.techniques.compression.compressor import Compressor, compressor_from
 from lightning_dist.techniques.compression.compressors import COMPRESSORS
 from lightning_dist.techniques.compression.compressors.fp8 import FP8
@@ -21,7 +22,8 @@ from lightning_dist.techniques.compression.compressors.half import BF16, FP16
 from lightning_dist.techniques.compression.compressors.int8 import Int8
 from lightning_dist.techniques.compression.compressors.powersgd import PowerSGD
 from lightning_dist.techniques.compression.compressors.topk import TopK
-from lightning_dist.techniques.compression.local_updates import LocalUpdates, SyncConfig
+from lightning_dist.techniques.compression.local_updates import LocalUpdates
+from lightning_dist.techniques.compression.options import CompressionOptions, SyncOptions
 from lightning_dist.techniques.compression.sync_methods import DiLoCo, LocalSGD, SyncMethod, sync_method_from
 
 __all__ = [
@@ -30,15 +32,15 @@ __all__ = [
     "FP8",
     "FP16",
     "Compression",
-    "CompressionConfig",
+    "CompressionOptions",
     "Compressor",
     "DiLoCo",
     "Int8",
     "LocalSGD",
     "LocalUpdates",
     "PowerSGD",
-    "SyncConfig",
     "SyncMethod",
+    "SyncOptions",
     "TopK",
     "compressor_from",
     "sync_method_from",

@@ -33,20 +33,7 @@ from lightning_dist.techniques.compression.saved_states import SavedStates
 from lightning_dist.techniques.compression.wire import Wire
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound
 
-__all__ = ["Compression", "CompressionConfig"]
-
-
-@dataclass(frozen=True)
-class CompressionConfig:
-    """Configure how gradients are compressed.
-
-    Args:
-        compressor: The compressor that averages gradients between replicas.
-        scales_losses: Whether losses are scaled, so that the scaler skips steps with non-finite gradients by itself.
-    """
-
-    compressor: Compressor
-    scales_losses: bool = False
+__all__ = ["Compression"]
 
 
 class Compression(Technique):
@@ -61,20 +48,23 @@ class Compression(Technique):
     later, so that up to two further steps are skipped.
 
     Args:
-        config: The compressor and its surroundings.
+        compressor: The compressor that averages gradients between replicas.
+        scales_losses: Whether losses are scaled, so that the scaler skips steps with non-finite gradients by itself.
         mesh: A mesh with the axes ``(dp_replicate, dp_shard)``.
         parameter_mesh: The same mesh, and ``tp`` as its last axis if layers are split.
     """
 
-    def __init__(self, config: CompressionConfig, mesh: DeviceMesh, parameter_mesh: DeviceMesh) -> None:
-        self.compressor = config.compressor
+    def __init__(
+        self, compressor: Compressor, scales_losses: bool, mesh: DeviceMesh, parameter_mesh: DeviceMesh
+    ) -> None:
+        self.compressor = compressor
         self.num_skipped_steps = 0
         """Number of optimizer steps that were skipped because a gradient was not finite."""
         self._mesh = mesh
         self._parameter_mesh = parameter_mesh
-        self._scales_losses = config.scales_losses
+        self._scales_losses = scales_losses
         self._shared: set[str] = set()
-        self._fallback = config.compressor.fallback_compressor()
+        self._fallback = compressor.fallback_compressor()
         self.states: dict[str, CompressorState] = {}
         """The compressor's tensors about each parameter, by the parameter's full name."""
         self.num_reductions: Counter[str] = Counter()

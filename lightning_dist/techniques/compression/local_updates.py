@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,25 +26,11 @@ from lightning_dist.techniques.compression.sync_methods import SyncMethod
 from lightning_dist.techniques.compression.wire import Wire
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound
 
-__all__ = ["LocalUpdates", "SyncConfig"]
+__all__ = ["LocalUpdates"]
 
 
 _SECONDS_TO_ARRIVE = 30.0
 """Seconds for which a rank waits for the others before a synchronization, if they may have taken fewer steps."""
-
-
-@dataclass(frozen=True)
-class SyncConfig:
-    """Configure how replicas that train on their own are synchronized.
-
-    Args:
-        method: How their weights are synchronized.
-        waits_for_ranks: Whether ranks wait for each other, for some seconds, before they synchronize, because the
-            user's code steps the optimizers, and may do so on some ranks only.
-    """
-
-    method: SyncMethod
-    waits_for_ranks: bool = False
 
 
 class LocalUpdates(Technique):
@@ -56,14 +41,16 @@ class LocalUpdates(Technique):
     states of the optimizers stay different on each replica, but for a checkpoint, which gives all replicas their mean.
 
     Args:
-        config: How weights are synchronized.
+        method: How weights are synchronized.
+        waits_for_ranks: Whether ranks wait for each other, for some seconds, before they synchronize, because the
+            user's code steps the optimizers, and may do so on some ranks only.
         mesh: Device mesh of all parameters including the axis of replicas, which is its first axis. The other
             techniques work on the mesh without this axis.
     """
 
-    def __init__(self, config: SyncConfig, mesh: DeviceMesh) -> None:
-        self.method = config.method
-        self._waits_for_ranks = config.waits_for_ranks
+    def __init__(self, method: SyncMethod, waits_for_ranks: bool, mesh: DeviceMesh) -> None:
+        self.method = method
+        self._waits_for_ranks = waits_for_ranks
         self._mesh = mesh
         self._num_steps = 0
         self._has_begun = False

@@ -3,6 +3,7 @@
 The blocks of a model run on each rank's part of the sequence, and everything outside of them runs as written, on whole
 sequences. Inside of blocks, only attention by ``F.scaled_dot_product_attention`` sees other tokens.
 
+- ``options``: Defines the arguments.
 - ``plan``: Represents how the arguments of blocks are split.
 - ``tokens``: Distributes the tokens over ranks, and exchanges them.
 - ``attention``: Replaces attention while a block runs on its part of the sequence.
@@ -16,13 +17,14 @@ sequences. Inside of blocks, only attention by ``F.scaled_dot_product_attention`
 """
 
 from lightning_dist.techniques.context_parallel.context_parallel import ContextParallel
+from lightning_dist.techniques.context_parallel.options import ContextParallelOptions
 from lightning_dist.techniques.context_parallel.plan import ATTENTIONS, ContextPlan, SequenceSplitError
-from lightning_dist.techniques.context_parallel.planner import ContextParallelConfig, find_context_plan
+from lightning_dist.techniques.context_parallel.planner import find_context_plan
 
 __all__ = [
     "ATTENTIONS",
     "ContextParallel",
-    "ContextParallelConfig",
+    "ContextParallelOptions",
     "ContextPlan",
     "SequenceSplitError",
     "find_context_plan",

@@ -8,8 +8,8 @@ parts of the sequence must be those of the original block on the whole sequence.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -23,7 +23,6 @@ from lightning_dist.model.experts import without_dispatch
 from lightning_dist.model.units import Unit
 from lightning_dist.techniques.context_parallel.attention import is_attention
 from lightning_dist.techniques.context_parallel.plan import (
-    ATTENTIONS,
     AttentionKind,
     ContextPlan,
     SequenceSplitError,
@@ -32,12 +31,13 @@ from lightning_dist.techniques.context_parallel.plan import (
 from lightning_dist.techniques.context_parallel.split_arguments import describe_options, dim_of_tokens
 from lightning_dist.techniques.context_parallel.tokens import Tokens
 from lightning_dist.techniques.context_parallel.trial import Trial
+from lightning_dist.techniques.options import FirstStep
 from lightning_dist.tracing.block_trial import kind_of_block
 from lightning_dist.tracing.step_graph import Dataflow, argument_of, find_chains, hidden_key, record_step
 from lightning_dist.tracing.step_graph.dataflow import Call
 from lightning_dist.tracing.users_hooks import hooked_inside, hooked_modules
 
-__all__ = ["ContextParallelConfig", "find_context_plan"]
+__all__ = ["find_context_plan"]
 
 _TOKEN_BY_TOKEN = {nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh}
 """Classes that compute token by token, so that no trial of them is needed; a head has large weights."""
@@ -46,38 +46,11 @@ MAX_TRIES = 8
 """Number of ways to split the arguments of a block that are tried at most."""
 
 
-@dataclass(frozen=True)
-class ContextParallelConfig:
-    """Configure how the sequence is split over ``cp``.
-
-    Args:
-        attention: One of :data:`~lightning_dist.techniques.context_parallel.plan.ATTENTIONS`.
-        splits_evaluations: Whether validation, test and predict steps run on parts of the sequence as well.
-        step: Function that runs one step of the module on fake tensors, given a function that makes a fake tensor of a
-            real one, and as ``on_log`` a function to call with the arguments of ``self.log``; None: no step can be run
-            (see ``why_no_step``).
-        why_no_step: The reason why ``step`` is None.
-        planned: The plan of the module that this one is a copy of; None: find a plan.
-
-    Raises:
-        ValueError: If ``attention`` is not one of the known ones.
-    """
-
-    attention: str = "auto"
-    splits_evaluations: bool = False
-    step: Callable[..., Any] | None = None
-    why_no_step: str = "no step is known"
-    planned: ContextPlan | None = None
-
-    def __post_init__(self) -> None:
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"attention={self.attention!r} must be one of {', '.join(map(repr, ATTENTIONS))}.")
-
-
 def find_context_plan(
     root: nn.Module,
     units: Sequence[Unit],
-    config: ContextParallelConfig,
+    attention: str,
+    first: FirstStep,
     group: dist.ProcessGroup,
     device: torch.device,
     keeps_split: bool,
@@ -89,7 +62,9 @@ def find_context_plan(
     Args:
         root: The model, whose blocks are not changed yet.
         units: All units of the model; those of the kind ``block`` are its repeated blocks.
-        config: The user's options, and the step to run on fake tensors.
+        attention: How attention sees other tokens: one of
+            :data:`~lightning_dist.techniques.context_parallel.plan.ATTENTIONS`.
+        first: The step to run on fake tensors.
         group: Process group of the ranks of ``cp``.
         device: This rank's device.
         keeps_split: Whether norms and heads after the blocks may compute on each rank's tokens.
@@ -98,8 +73,6 @@ def find_context_plan(
         SequenceSplitError: If a block does not compute the same on parts of the sequence.
         OtherRankError: If ranks have found different plans.
     """
-    if config.planned is not None:
-        return config.planned
     size = group.size()
     blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
     if not blocks:
@@ -107,13 +80,13 @@ def find_context_plan(
             f"cp_size={size} splits the sequence between the model's repeated blocks, and {type(root).__name__} has"
             " none that could be found: name their classes as units=[...]."
         )
-    if config.step is None:
-        raise SequenceSplitError(f"cp_size={size} needs a step to find the sequence: {config.why_no_step}.")
+    if first.run is None:
+        raise SequenceSplitError(f"cp_size={size} needs a step to find the sequence: {first.why_not}.")
     with without_dispatch(root):
         flow, why_not = record_step(
-            lambda: _AttentionFlow(frozenset(blocks), root, lambda *_: True), root, config.step, device
+            lambda: _AttentionFlow(frozenset(blocks), root, lambda *_: True), root, first.run, device
         )
-    plan = _Finder(root, blocks, flow, why_not, group, device).plan(config.attention, keeps_split)
+    plan = _Finder(root, blocks, flow, why_not, group, device).plan(attention, keeps_split)
     gc.collect()  # The trials hold copies of blocks, whose modules and hooks are in reference cycles.
     check_agreement("The plan of context parallelism", plan.outline())
     return plan

@@ -5,6 +5,7 @@ token to the ranks that have its experts, lets the module itself compute there, 
 rank of the token. The ranks of ``tp`` have the same tokens, and add up their experts' results. Everything else of the
 model, routers included, runs as written.
 
+- ``options``: Defines the argument.
 - ``planner``: Finds the modules that hold stacked experts, and tries whether a part of the experts can compute alone.
 - ``dispatch``: Sends tokens to the ranks of their experts, and their results back.
 - ``capacity``: Does the same with a limit on the tokens of an expert, so that no size depends on values.
@@ -13,6 +14,7 @@ model, routers included, runs as written.
 """
 
 from lightning_dist.techniques.expert_parallel.expert_parallel import ExpertParallel
+from lightning_dist.techniques.expert_parallel.options import ExpertOptions
 from lightning_dist.techniques.expert_parallel.planner import ExpertPlan, find_expert_plan
 
-__all__ = ["ExpertParallel", "ExpertPlan", "find_expert_plan"]
+__all__ = ["ExpertOptions", "ExpertParallel", "ExpertPlan", "find_expert_plan"]

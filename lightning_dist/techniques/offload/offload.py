@@ -2,69 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from lightning_dist.parameters.shard_memory import ShardMemory
 from lightning_dist.techniques.offload.mapped_file import MappedFile
 from lightning_dist.techniques.offload.offloaded_step import OffloadedStep
-from lightning_dist.techniques.protocol import Rows, Technique
+from lightning_dist.techniques.options import Arguments, Build, Run, TechniqueOptions
+from lightning_dist.techniques.protocol import Parallel, Rows, Technique
 
-__all__ = ["Offload", "OffloadConfig", "What"]
+__all__ = ["Offload", "OffloadOptions", "What"]
 
 What = Literal["params", "optimizer", "both"]
 """What is offloaded: ``"params"``, the shards of parameters and gradients; ``"optimizer"``, the states of optimizers,
 which then step on the CPU; or ``"both"``."""
 
+_WHAT: tuple[What, ...] = get_args(What)
+
 
 @dataclass(frozen=True)
-class OffloadConfig:
-    """Configure what is offloaded, and where it is kept.
+class OffloadOptions(TechniqueOptions):
+    """Choose what is kept outside of the device's memory.
 
     Args:
-        what: ``"params"``, ``"optimizer"`` (the states of optimizers) or ``"both"``.
-        folder: Folder on a disk of each node in which it is kept; None: it is kept in the memory of the CPU.
+        offload: What is kept in the memory of the CPU instead of the device's. ``"params"``: shards of parameters and
+            gradients. ``"optimizer"``: the states of optimizers, which step on the CPU. ``"both"``: all of these. None
+            or ``"none"``: nothing.
+        offload_folder: Folder on a disk of each node in which ``offload`` keeps parameters and states, instead of the
+            memory of the CPU. This saves memory on the CPU as well.
+
+    Raises:
+        ValueError: If ``offload`` is none of the possible values, or a folder is given without it.
     """
 
-    what: What
-    folder: Path | None = None
+    offload: str | None = None
+    offload_folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.offload == "none":
+            object.__setattr__(self, "offload", None)
+        if self.offload is None and self.offload_folder is not None:
+            raise ValueError(
+                f"offload_folder={self.offload_folder!r} without offload: say what is kept there, offload='optimizer'."
+            )
+        if self.offload not in (None, *get_args(What)):
+            raise ValueError(
+                f"offload={self.offload!r} must be one of {', '.join(map(repr, get_args(What)))}, or None."
+            )
+
+    @property
+    def what(self) -> What:
+        """Return what is offloaded, where something is."""
+        return next(what for what in _WHAT if what == self.offload)
+
+    @property
+    def folder(self) -> Path | None:
+        """Return the folder; None: offloaded tensors are in the memory of the CPU."""
+        return None if self.offload_folder is None else Path(self.offload_folder).expanduser().absolute()
 
     @property
     def has_params(self) -> bool:
         """Return whether shards of parameters are offloaded."""
-        return self.what in ("params", "both")
+        return self.offload in ("params", "both")
 
     @property
-    def has_optimizer(self) -> bool:
+    def keeps_states_elsewhere(self) -> bool:  # type: ignore[override]
         """Return whether the states of optimizers are offloaded."""
-        return self.what in ("optimizer", "both")
+        return self.offload in ("optimizer", "both")
+
+    def check(self, run: Run, arguments: Arguments) -> None:
+        """Refuse to offload parameters where they are not sharded, or what is gathered is not the shards themselves."""
+        if self.has_params and run.gathers_float8:
+            raise ValueError(
+                f"offload={self.offload!r} with Float8Precision(float8_all_gather=True), which rounds shards on the"
+                " device. Leave float8_all_gather out, or use offload='optimizer'."
+            )
+        if self.has_params and run.layout.num_shards == 1:
+            raise ValueError(
+                f"offload={self.offload!r} with strategy {run.strategy!r} on {run.layout}: only sharded parameters can"
+                " be offloaded. Set dp_shard_size to at least 2 (full_shard, hybrid_shard or nd_parallel), or use"
+                " offload='optimizer'."
+            )
+
+    def backend(self, backend: str | None, device: torch.device) -> str | None:
+        """Return the backend of the process group, which communicates on the CPU as well if shards are there."""
+        if not self.has_params or device.type == "cpu" or (backend is not None and ":" in backend):
+            return backend
+        return f"cpu:gloo,{device.type}:{backend or dist.get_default_backend_for_device(device)}"
+
+    def needs_shards(self, device: torch.device, is_asked: bool) -> str:
+        """Return the argument if what is offloaded is kept elsewhere than in the memory of ``device``."""
+        leaves_device = self.offload is not None and (self.folder is not None or device.type != "cpu")
+        return f"offload={self.offload!r}" if leaves_device else ""
+
+    def memory_traits(self, device: torch.device) -> Mapping[str, bool]:
+        """Return what is not in the memory of the device."""
+        leaves_device = bool(self.needs_shards(device, False))
+        return {
+            "offloads_params": leaves_device and self.has_params,
+            "offloads_gradients": device.type != "cpu" and self.has_params,
+            "offloads_states": leaves_device and self.keeps_states_elsewhere,
+        }
+
+    def settings(self, parallel: Parallel) -> Mapping[str, Any]:
+        """Return what is offloaded."""
+        return {"offload": self.offload}
+
+    def techniques(self, build: Build) -> Iterator[Technique]:
+        """Build the technique if anything is offloaded."""
+        if self.offload is not None:
+            yield Offload(self, build.mesh.device_type)
 
 
 class Offload(Technique):
     """Keep shards of parameters, or the states of optimizers, outside of the device's memory.
 
     Args:
-        config: What is offloaded, and where it is kept.
+        options: What is offloaded, and where it is kept.
         device_type: Type of the device on which the module's steps run.
 
     Raises:
         ValueError: If no file can be created in the folder.
     """
 
-    def __init__(self, config: OffloadConfig, device_type: str) -> None:
-        self._config = config
+    def __init__(self, options: OffloadOptions, device_type: str) -> None:
+        self._options = options
         self._device_type = device_type
-        self._file = None if config.folder is None else MappedFile(config.folder)
+        self._file = None if options.folder is None else MappedFile(options.folder)
 
     def shard_memory(self) -> ShardMemory | None:
         """Return where shards of parameters are kept; None: on the device."""
-        if not self._config.has_params:
+        if not self._options.has_params:
             return None
         return self._file or _HostMemory(self._device_type != "cpu")
 
@@ -77,7 +152,7 @@ class Offload(Technique):
         Raises:
             ValueError: If the optimizer was made for an accelerator only, and would step on the CPU.
         """
-        steps_on_host = self._config.has_optimizer
+        steps_on_host = self._options.keeps_states_elsewhere
         if self._device_type == "cpu":
             if self._file is None:
                 return None
@@ -86,7 +161,7 @@ class Offload(Technique):
         if not steps_on_host:
             device = torch.device(self._device_type, torch.accelerator.current_device_index())
             return OffloadedStep(optimizer, device, None, self._file).remove
-        refuse_for_accelerators_only(optimizer, self._config.what)
+        refuse_for_accelerators_only(optimizer, self._options.what)
         return OffloadedStep(optimizer, torch.device("cpu"), self._file, self._file).remove
 
     def table_rows(self) -> Rows:
@@ -95,11 +170,11 @@ class Offload(Technique):
             "params": "parameters and gradients",
             "optimizer": "optimizer states",
             "both": "parameters, gradients and optimizer states",
-        }[self._config.what]
-        if self._config.folder is not None:
+        }[self._options.what]
+        if self._options.folder is not None:
             # Gradients are made and used in the memory of the CPU.
             what = what.replace(" and gradients", "").replace(", gradients", "")
-            where = f"to files in {self._config.folder}"
+            where = f"to files in {self._options.folder}"
         elif self._device_type == "cpu":
             where = "to the memory of the CPU, which is the device: nothing is saved (offload_folder would)"
         else:

@@ -1,6 +1,6 @@
 """Run pipeline parallelism: cut a model into stages, and run the user's unchanged step on them.
 
-The modules, in the order in which they build on each other:
+``options`` defines the arguments. The modules, in the order in which they build on each other:
 
 - ``buffers``: Restores buffers that each microbatch would change, but one process changes once per step.
 - ``balance``, ``schedules``, ``stages``: Assign parts and parameters to stages, and stages to ranks.
@@ -30,6 +30,7 @@ from lightning_dist.techniques.pipeline.microbatches import (
     signature,
     split_batch,
 )
+from lightning_dist.techniques.pipeline.options import PipelineOptions
 from lightning_dist.techniques.pipeline.outside_of_steps import AllStages
 from lightning_dist.techniques.pipeline.pipeline import Pipeline
 from lightning_dist.techniques.pipeline.schedule_runner import PreparedStep, RunRoot, ScheduleRunner, StepOutcome
@@ -48,6 +49,7 @@ __all__ = [
     "PathAgreement",
     "Pipeline",
     "PipelineConfig",
+    "PipelineOptions",
     "PreparedStep",
     "RunRoot",
     "ScheduleRunner",

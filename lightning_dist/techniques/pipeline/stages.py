@@ -14,6 +14,7 @@ from lightning_dist import _compat
 from lightning_dist.model.tensor_places import put, tensor_places
 from lightning_dist.model.tensor_state import is_uninitialized
 from lightning_dist.model.units import Unit
+from lightning_dist.techniques.options import StepOnMicrobatch
 from lightning_dist.techniques.pipeline.balance import balanced, costs, split_by_hand
 from lightning_dist.techniques.pipeline.holders import without_holder_records
 from lightning_dist.techniques.pipeline.schedules import SCHEDULES, stages_of
@@ -33,52 +34,22 @@ __all__ = ["PipelineConfig", "RemoteParameters", "Stages", "drop_remote", "find_
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Configure how a model is cut into stages, and how they run.
+    """Say how a model is cut into stages, and how they run.
 
     Args:
         pp_size: The number of ranks of the pipeline.
         schedule: The name of a schedule in :data:`~lightning_dist.techniques.pipeline.schedules.SCHEDULES`.
         virtual_stages: The number of stages on a rank; None: the schedule's default.
-        num_microbatches: The number of microbatches into which a rank's batch is split; 0 until it is chosen.
         split: The names of the parts with which the stages after the first begin; None: the stages are balanced by
             cost.
-        step: Function that runs a step of the module on a microbatch, for
-            :func:`~lightning_dist.tracing.step_graph.trace.trace_step`; None if none is known.
-        why_no_step: The reason why ``step`` is None, for the error.
-        step_in_run: Function that runs the same step after the hooks that precede it in a run, which may set
-            attributes that the step reads. It is traced if ``step`` cannot be traced.
-        has_loss: Whether the step must return a loss.
-        in_turn: Whether steps run their own backwards, so that the stages work in turn, on whole batches (see
-            :mod:`.in_turn`), instead of by a schedule.
-
-    Raises:
-        ValueError: If there is no schedule of this name, or ``virtual_stages`` does not fit the schedule.
+        first: The step on a microbatch that is traced to cut the model.
     """
 
     pp_size: int
-    schedule: str = "1f1b"
-    virtual_stages: int | None = None
-    num_microbatches: int = 1
-    split: Sequence[str] | None = None
-    step: Callable[..., Any] | None = None
-    why_no_step: str = "no step is known"
-    step_in_run: Callable[..., Any] | None = None
-    has_loss: bool = True
-    in_turn: bool = False
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r} is none of {', '.join(SCHEDULES)}.")
-        known = SCHEDULES[self.schedule]
-        if self.virtual_stages is not None and (
-            self.virtual_stages < known.virtual_stages
-            or (self.virtual_stages > known.virtual_stages and not known.allows_more_stages)
-        ):
-            at_least = "at least " if known.allows_more_stages else ""
-            raise ValueError(
-                f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule!r}, which needs"
-                f" {at_least}{known.virtual_stages} on each rank."
-            )
+    schedule: str
+    virtual_stages: int | None
+    split: Sequence[str] | None
+    first: StepOnMicrobatch
 
     @property
     def stages_per_rank(self) -> int:
@@ -89,6 +60,16 @@ class PipelineConfig:
     def num_stages(self) -> int:
         """Return the number of stages on all ranks."""
         return self.pp_size * self.stages_per_rank
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the number of microbatches into which a rank's batch is split."""
+        return self.first.num_microbatches
+
+    @property
+    def in_turn(self) -> bool:
+        """Return whether steps run their own backwards, so that the stages work in turn (see :mod:`.in_turn`)."""
+        return self.first.in_turn
 
     def rank_of(self, stage: int) -> int:
         """Return the index along ``pp`` of the rank that has ``stage``."""
@@ -237,10 +218,10 @@ def _traced(root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Mod
     Raises:
         TraceError: If the step cannot be split into stages, or there is none.
     """
-    if config.step is None:
+    if config.first.step is None:
         raise TraceError(
             "A pipeline must trace a step before it splits the model, and there is none to trace:"
-            f" {config.why_no_step}."
+            f" {config.first.why_no_step}."
         )
 
     def trace(step: Callable[..., Any], is_first_pass_only: bool = False) -> _Traced:
@@ -251,23 +232,25 @@ def _traced(root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Mod
             found = {name: block for name, block in blocks.items() if name in parts}
             return parts, found, trace_first_calls(root, step, device, parts, found)
         found = {name: block for name, block in blocks.items() if name in parts}
-        return parts, found, trace_step(root, step, device, parts, found, config.has_loss, is_first_pass_only)
+        return parts, found, trace_step(root, step, device, parts, found, config.first.has_loss, is_first_pass_only)
 
     def trace_one_pass(step: Callable[..., Any]) -> _Traced:
         try:
             return trace(step)
         except (LoopByValueError, RepeatedCallsError):
-            if config.has_loss:
+            if config.first.has_loss:
                 raise
             return trace(step, is_first_pass_only=True)  # Such an evaluation runs on the whole model.
 
     try:
-        return trace_one_pass(config.step)
+        return trace_one_pass(config.first.step)
     except Exception as error:
-        if config.step_in_run is None or (isinstance(error, TraceError) and not isinstance(error, NotTraceableError)):
+        if config.first.step_in_run is None or (
+            isinstance(error, TraceError) and not isinstance(error, NotTraceableError)
+        ):
             raise
         try:
-            return trace_one_pass(config.step_in_run)
+            return trace_one_pass(config.first.step_in_run)
         except Exception:  # The first error is raised, because it is of the step without hooks.
             raise error from error.__cause__
 

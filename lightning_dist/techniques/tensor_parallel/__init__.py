@@ -1,6 +1,6 @@
 """Run tensor parallelism: split single layers over the ranks of ``tp``.
 
-These modules find a plan:
+``options`` defines the arguments. These modules find a plan:
 
 - ``plan``: Represents a plan (which module is split in which style), and reads those of the user and Hugging Face.
 - ``layers``: Finds out which embeddings and attention heads can be split.
@@ -20,8 +20,9 @@ These modules apply it:
 """
 
 from lightning_dist.techniques.tensor_parallel.apply import TensorParallel
+from lightning_dist.techniques.tensor_parallel.options import TensorParallelOptions
 from lightning_dist.techniques.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
-from lightning_dist.techniques.tensor_parallel.planner import StepTrace, TensorParallelConfig, find_plan, make_plan
+from lightning_dist.techniques.tensor_parallel.planner import StepTrace, find_plan, make_plan
 from lightning_dist.techniques.tensor_parallel.same_batch import DifferentBatchError, SameBatch
 from lightning_dist.techniques.tensor_parallel.split_logits import SplitLogits
 
@@ -35,7 +36,7 @@ __all__ = [
     "SplitLogits",
     "StepTrace",
     "TensorParallel",
-    "TensorParallelConfig",
+    "TensorParallelOptions",
     "find_plan",
     "make_plan",
     "resolve_plan",

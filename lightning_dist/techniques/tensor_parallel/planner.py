@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.mesh.consensus import check_agreement
 from lightning_dist.model.units import Unit
+from lightning_dist.techniques.options import FirstStep
 from lightning_dist.techniques.tensor_parallel.find_sequence import SequenceFinder
 from lightning_dist.techniques.tensor_parallel.hooked import (
     SPLITS_FEATURES,
@@ -42,69 +42,50 @@ from lightning_dist.techniques.tensor_parallel.unit_trials import PartialPlan, U
 from lightning_dist.techniques.tensor_parallel.unsplit import reasons_for_whole
 from lightning_dist.tracing.step_graph import Dataflow, record_step
 
-__all__ = ["StepTrace", "TensorParallelConfig", "find_plan", "make_plan"]
-
-
-@dataclass(frozen=True)
-class TensorParallelConfig:
-    """Configure how layers are split over ``tp``.
-
-    Args:
-        plan: The user's plan, as for :func:`~lightning_dist.techniques.tensor_parallel.resolve_plan`.
-        is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
-            not compute the same as the whole block.
-        sequence_parallel: Whether hidden states are split along the sequence; None: wherever that computes the same.
-        loss_parallel: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
-        is_async: Whether layers exchange tokens while they multiply.
-        step: Function that runs one step of the module. It is given a function that makes a fake tensor of a real one,
-            and passes each tensor of the batch through it. None: no step can be run (see ``why_no_step``).
-        why_no_step: The reason why ``step`` is None, for the start-up table and for errors.
-        planned: The plan of the module that this one is a copy of; None: find a plan.
-    """
-
-    plan: Mapping[str, str] | None = None
-    is_strict: bool = False
-    sequence_parallel: bool | None = None
-    loss_parallel: bool | None = None
-    is_async: bool = False
-    step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
-    why_no_step: str = "no step is known"
-    planned: Plan | None = None
+__all__ = ["StepTrace", "find_plan", "make_plan"]
 
 
 def find_plan(
     root: nn.Module,
     units: Sequence[Unit],
-    config: TensorParallelConfig,
+    user_plan: Mapping[str, str] | None,
+    first: FirstStep,
     mesh: DeviceMesh,
+    *,
     num_shards: int,
-    experts: Mapping[str, tuple[str, str]] | None = None,
+    is_strict: bool,
+    splits_sequence: bool | None,
+    splits_logits: bool | None,
+    experts: Mapping[str, tuple[str, str]],
 ) -> Plan:
     """Find the plan by which ``root`` is split. This is a collective over all processes.
 
     Args:
         root: The model, not split yet.
         units: All units of the model; those of the kind ``block`` are its repeated blocks.
-        config: The user's options, and the step to run on fake tensors.
+        user_plan: The user's plan, as for :func:`~lightning_dist.techniques.tensor_parallel.resolve_plan`.
+        first: The step to run on fake tensors.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
+        is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
+            not compute the same as the whole block.
+        splits_sequence: Whether hidden states are split along the sequence; None: wherever that computes the same.
+        splits_logits: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
         experts: The style of each module of experts (``experts``: another technique distributes them; ``replicate``)
-            and a remark for the start-up table, by full module name; None: the model has no experts.
+            and a remark for the start-up table, by full module name.
 
     Raises:
         PlanError: If a name in the user's plan matches no module, or a block that is split as the user says does not
             compute the same as the whole block.
         OtherRankError: If ranks have found different plans.
     """
-    if config.planned is not None:
-        return config.planned
-    explicit = resolve_plan(root, config.plan)
+    explicit = resolve_plan(root, user_plan)
     blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
-    trace = StepTrace(None, config.why_no_step)
-    if config.step is not None:
+    trace = StepTrace(None, first.why_not)
+    if first.run is not None:
         device = torch.device(mesh.device_type)
         trace = StepTrace(
-            *record_step(lambda: Dataflow(frozenset(blocks), root, works_on_parts), root, config.step, device)
+            *record_step(lambda: Dataflow(frozenset(blocks), root, works_on_parts), root, first.run, device)
         )
     plan = make_plan(
         root,
@@ -113,9 +94,9 @@ def find_plan(
         trace,
         mesh,
         num_shards=num_shards,
-        is_strict=config.is_strict,
-        splits_sequence=config.sequence_parallel,
-        splits_logits=config.loss_parallel,
+        is_strict=is_strict,
+        splits_sequence=splits_sequence,
+        splits_logits=splits_logits,
         experts=experts,
     )
     check_agreement("The plan of tensor parallelism", plan.outline())

@@ -18,7 +18,8 @@ from torch.nn import functional
 from lightning_dist.mesh.consensus import check_agreement
 from lightning_dist.model.experts import find_experts, without_dispatch
 from lightning_dist.model.units import Unit
-from lightning_dist.techniques.tiling.plan import TilingConfig, TilingError, TilingPlan
+from lightning_dist.techniques.options import FirstStep
+from lightning_dist.techniques.tiling.plan import TilingError, TilingPlan
 from lightning_dist.techniques.tiling.tiles import TOKENS, tiled
 from lightning_dist.tracing.block_trial import BlockTrial, kind_of_block
 from lightning_dist.tracing.step_graph import Dataflow, record_step, tensors_in
@@ -30,31 +31,36 @@ __all__ = ["find_tiling_plan"]
 _ATTENTION = {functional.scaled_dot_product_attention, functional.multi_head_attention_forward}
 
 
-def find_tiling_plan(root: nn.Module, units: Sequence[Unit], config: TilingConfig, device: torch.device) -> TilingPlan:
+def find_tiling_plan(
+    root: nn.Module,
+    units: Sequence[Unit],
+    mlp: int | None,
+    loss: int | None,
+    first: FirstStep,
+    device: torch.device,
+) -> TilingPlan:
     """Find the modules of ``root`` that compute tile by tile. This is a collective over all processes.
 
     Args:
         root: The model, whose modules are not changed yet.
         units: All units of the model.
-        config: What is computed tile by tile, and the step to run on fake tensors.
+        mlp: Number of tokens of a sequence that an MLP of a block computes at a time; None: all.
+        loss: Number of tokens of a sequence for which logits and loss are computed at a time; None: all.
+        first: The step to run on fake tensors.
         device: This rank's device.
 
     Raises:
         TilingError: If there are no such modules.
         OtherRankError: If ranks have found different plans.
     """
-    if config.planned is not None:
-        return config.planned
-    if config.step is None:
-        asked = _asked(config.mlp, "tiled_mlp") or _asked(config.loss, "tiled_loss")
-        raise TilingError(f"{asked} needs a step to find what it applies to: {config.why_no_step}.")
+    if first.run is None:
+        asked = _asked(mlp, "tiled_mlp") or _asked(loss, "tiled_loss")
+        raise TilingError(f"{asked} needs a step to find what it applies to: {first.why_not}.")
     blocks = {name for unit in units if unit.kind == "block" for name in unit.names}
     with without_dispatch(root):
-        flow, why_not = record_step(lambda: _Flow(frozenset(blocks), root, lambda *_: True), root, config.step, device)
+        flow, why_not = record_step(lambda: _Flow(frozenset(blocks), root, lambda *_: True), root, first.run, device)
     finder = _Finder(root, flow, device, why_not)
-    plan = TilingPlan(
-        () if config.mlp is None else finder.mlps(config.mlp), () if config.loss is None else finder.heads(config.loss)
-    )
+    plan = TilingPlan(() if mlp is None else finder.mlps(mlp), () if loss is None else finder.heads(loss))
     gc.collect()  # The trials hold copies of modules, which are in reference cycles with their hooks.
     check_agreement("The plan of tiling", str(plan))
     return plan

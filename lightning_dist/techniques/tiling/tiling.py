@@ -14,7 +14,7 @@ from lightning_dist._compat import ForeignHooks, tree_leaves
 from lightning_dist.mesh.split_tensor import whole_values
 from lightning_dist.model.units import Unit
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique
-from lightning_dist.techniques.tiling.plan import TilingConfig, TilingError, TilingPlan
+from lightning_dist.techniques.tiling.plan import TilingError, TilingPlan
 from lightning_dist.techniques.tiling.tiled_logits import Head, TiledLogits
 from lightning_dist.techniques.tiling.tiles import TOKENS, inside_of, tiled
 
@@ -25,12 +25,14 @@ class Tiling(Technique):
     """Run the modules of a plan tile by tile.
 
     Args:
-        config: The numbers of tokens of a tile.
+        mlp: Number of tokens that MLPs compute at a time; None: all.
+        loss: Number of tokens for which logits and the loss are computed at a time; None: all.
         plan: The plan from :func:`~lightning_dist.techniques.tiling.planner.find_tiling_plan`.
     """
 
-    def __init__(self, config: TilingConfig, plan: TilingPlan) -> None:
-        self.config = config
+    def __init__(self, mlp: int | None, loss: int | None, plan: TilingPlan) -> None:
+        self.mlp = mlp
+        self.loss = loss
         self.plan = plan
         self._uses: dict[str, bool] = {}
         self._hooked: set[tuple[str, str]] = set()
@@ -53,19 +55,19 @@ class Tiling(Technique):
 
     def prepare_unit(self, unit: Unit) -> None:
         """Replace the forwards of the MLPs in the unit's blocks."""
-        if self.config.mlp is None or unit.kind != "block":
+        if self.mlp is None or unit.kind != "block":
             return
         names = {id(self._module.get_submodule(name)) for name in self.plan.mlps}
         for block in unit.modules:
             for module in block.modules():
                 if id(module) in names:
-                    module.forward = tiled(module.forward, self.config.mlp, self._looks_for_hooks(module))
+                    module.forward = tiled(module.forward, self.mlp, self._looks_for_hooks(module))
 
     def _looks_for_hooks(self, module: nn.Module) -> Callable[[], bool]:
         """Return a function that looks for hooks inside of ``module``, which would be called for each tile."""
         hooks = ForeignHooks(dict(inside_of(module)))
         effect = f"{type(module).__name__}, which computes all tokens at once from now on, so that the hook sees them"
-        return partial(self._has_hooks, hooks, f"tiled_mlp={self.config.mlp}", f"in a {effect}")
+        return partial(self._has_hooks, hooks, f"tiled_mlp={self.mlp}", f"in a {effect}")
 
     def _has_hooks(self, hooks: ForeignHooks, argument: str, effect: str) -> bool:
         found = hooks.find()
@@ -79,18 +81,18 @@ class Tiling(Technique):
 
     def finish(self) -> None:
         """Let heads return logits that are computed later. The hooks of the sharding run before, on plain tensors."""
-        for name in self.plan.heads if self.config.loss is not None else ():
+        for name in self.plan.heads if self.loss is not None else ():
             head = self._module.get_submodule(name)
             effect = "whose logits are computed whole from now on, so that the hook sees them"
-            has_hooks = partial(self._has_hooks, ForeignHooks({name: head}), f"tiled_loss={self.config.loss}", effect)
-            _defer(head, self.config.loss or 1, has_hooks, self._on_use, self._on_defer)
+            has_hooks = partial(self._has_hooks, ForeignHooks({name: head}), f"tiled_loss={self.loss}", effect)
+            _defer(head, self.loss or 1, has_hooks, self._on_use, self._on_defer)
 
     def _on_use(self, function: str, is_tiled: bool) -> None:
         is_new = function not in self._uses
         self._uses[function] = is_tiled
         if is_new and not is_tiled and self._module.training and torch.is_grad_enabled():
             warnings.warn(
-                f"tiled_loss={self.config.loss}: {function} needs all logits at once, so that they are computed whole"
+                f"tiled_loss={self.loss}: {function} needs all logits at once, so that they are computed whole"
                 " for it. Only F.cross_entropy and argmax work tile by tile.",
                 stacklevel=2,
             )
@@ -115,18 +117,18 @@ class Tiling(Technique):
         if not self._uses.get("cross_entropy"):
             others = ", ".join(self._uses) or "nothing"
             raise TilingError(
-                f"tiled_loss={self.config.loss} has no effect: the logits of {', '.join(self.plan.heads)} were used by"
+                f"tiled_loss={self.loss} has no effect: the logits of {', '.join(self.plan.heads)} were used by"
                 f" {others}, and not by F.cross_entropy with the numbers of classes as targets. Leave it out."
             )
 
     def table_rows(self) -> Rows:
         """Return the rows of the start-up table that say what is computed tile by tile."""
-        if self.config.mlp is not None:
+        if self.mlp is not None:
             number = len(self.plan.mlps)
-            yield "tiled", f"{number} MLP{'s' if number > 1 else ''} compute {self.config.mlp} tokens at a time"
-        if self.config.loss is not None:
-            label = "" if self.config.mlp is not None else "tiled"
-            yield label, f"logits of {', '.join(self.plan.heads)} and their loss, {self.config.loss} tokens at a time"
+            yield "tiled", f"{number} MLP{'s' if number > 1 else ''} compute {self.mlp} tokens at a time"
+        if self.loss is not None:
+            label = "" if self.mlp is not None else "tiled"
+            yield label, f"logits of {', '.join(self.plan.heads)} and their loss, {self.loss} tokens at a time"
 
 
 def _defer(

@@ -29,7 +29,7 @@ from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.step_loggers import without_loggers
 from lightning_dist.tracing.step_graph import TraceError
 
-__all__ = ["FakeStep", "example_args", "example_step", "fake_step", "parameters_unchanged", "without_updates"]
+__all__ = ["FakeStep", "example_args", "fake_step", "parameters_unchanged", "without_updates"]
 
 _MOST_OWNERS = 20
 """The largest number of objects whose generators are restored after a batch was taken."""
@@ -39,27 +39,6 @@ FakeStep = Callable[..., Any]
 
 Its first argument makes a fake of a tensor. The optional argument ``on_log`` is called with everything that the step
 logs; with ``is_in_run=True``, the hooks that precede the step run first, and the module has optimizers."""
-
-
-def example_step(
-    module: LightningModule, trainer: Trainer, around: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> tuple[FakeStep | None, str]:
-    """Return the step that ``trainer`` is about to run, with a batch from its loader.
-
-    This is a collective over all processes.
-
-    Args:
-        module: The user's module.
-        trainer: The Trainer that is about to run the module.
-        around: Function that makes a context in which the step runs.
-
-    Returns:
-        The step and an empty string, or None and the reason why no batch could be made.
-    """
-    args, why_not = example_args(trainer)
-    if why_not:
-        return None, why_not
-    return fake_step(module, trainer, _compat.step_name(trainer), args, {}, around), ""
 
 
 def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:

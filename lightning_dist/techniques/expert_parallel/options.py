@@ -1,0 +1,80 @@
+"""Define the options of expert parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.techniques.expert_parallel.expert_parallel import ExpertParallel
+from lightning_dist.techniques.expert_parallel.planner import ExpertPlan, find_expert_plan
+from lightning_dist.techniques.options import Build, TechniqueOptions, argument
+from lightning_dist.techniques.protocol import Parallel
+
+__all__ = ["ExpertOptions"]
+
+
+@dataclass(frozen=True)
+class ExpertOptions(TechniqueOptions):
+    """Choose how experts are distributed.
+
+    Args:
+        expert_capacity: Largest number of tokens that a process sends to one expert in a forward of a training step.
+            The others are left out for this expert, so that all sizes are known beforehand, and no host waits for
+            numbers of tokens. None: all tokens are sent.
+
+    Raises:
+        ValueError: If the capacity is no number of tokens.
+    """
+
+    expert_capacity: int | None = argument(None, only_with="ep")
+
+    def __post_init__(self) -> None:
+        capacity = self.expert_capacity
+        if capacity is not None and (type(capacity) is not int or capacity < 1):
+            raise ValueError(
+                f"expert_capacity={capacity!r} must be a number of tokens, 1 or more, or None for no limit."
+            )
+
+    def without_effect(self, layout: ParallelLayout) -> str:
+        """Return a sentence about the capacity if no experts are distributed."""
+        if self.expert_capacity is None or max(layout.ep, layout.tp) > 1:
+            return ""
+        return (
+            f"expert_capacity={self.expert_capacity} has no effect: ep_size and tp_size are 1, so that no experts are"
+            " distributed."
+        )
+
+    def check_change(self, existing: Parallel, layout: ParallelLayout) -> None:
+        """Refuse another distribution of experts, or another capacity."""
+        distributed = existing.get(ExpertParallel)
+        found = {
+            "ep_size": (1 if distributed is None else distributed.num_ranks, layout.ep),
+            "expert_capacity": (None if distributed is None else distributed.capacity, self.expert_capacity),
+        }
+        for name, (before, after) in found.items():
+            if before != after and (distributed is not None or name == "ep_size"):
+                raise ValueError(
+                    f"An earlier Trainer has made this {type(existing.module).__name__} parallel with {name}={before},"
+                    f" which cannot be changed to {after}. Make a new one, and load the weights from a checkpoint."
+                )
+
+    def plan(self, build: Build, styles: dict[str, str]) -> ExpertPlan:
+        """Return the plan by which experts are distributed over ``ep`` and ``tp``.
+
+        Args:
+            build: What techniques are built from.
+            styles: What the user's plan says of modules, by full name.
+
+        Raises:
+            ValueError: If experts cannot be distributed, or a capacity is given for experts that compute all tokens.
+        """
+        layout, is_strict = build.layout, build.arguments["strict_plan"]
+        plan = find_expert_plan(build.module, layout.ep, layout.tp, build.device, styles, is_strict)
+        dense = [name for name, form in plan.forms.items() if form == "dense"]
+        if self.expert_capacity is not None and dense:
+            raise ValueError(
+                f"expert_capacity={self.expert_capacity}: each expert of {dense[0]}"
+                f" ({type(build.module.get_submodule(dense[0])).__name__}) computes all tokens, so that none is left"
+                " out. Use expert_capacity=None."
+            )
+        return plan
