@@ -14,11 +14,11 @@ from typing_extensions import override
 from lightning_dist.cli.errors import TRAINING_FAILED, report
 from lightning_dist.cli.trainer import TrainerCommand, run_command
 from lightning_dist.model.randomness import rng_state, set_rng_state
+from lightning_dist.model.same_batch import DifferentBatchError
 from lightning_dist.plugins.parity_check import check
 from lightning_dist.run.parity import ParityError
 from lightning_dist.techniques.audit import AuditError
 from lightning_dist.techniques.replicas import ReplicasDifferError
-from lightning_dist.techniques.tensor_parallel.same_batch import DifferentBatchError
 
 DEVIATES = TRAINING_FAILED
 

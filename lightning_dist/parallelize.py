@@ -39,7 +39,7 @@ from lightning_dist.techniques.step_in_backward import StepInBackwardOptions
 from lightning_dist.techniques.tensor_parallel import TensorParallelOptions, resolve_plan
 from lightning_dist.techniques.tiling import TilingOptions
 
-__all__ = ["OPTIONS", "ParallelConfig", "options_from", "parallelize", "register_options"]
+__all__ = ["OPTIONS", "ParallelConfig", "check_change", "options_from", "parallelize", "register_options"]
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,25 @@ def parallelize(
     if layout.world_size == layout.dp_replicate:
         original.allow_copies(module)
     return parallel
+
+
+def check_change(
+    existing: ParallelModule, arguments: Arguments, layout: ParallelLayout, precision: PrecisionPolicy
+) -> None:
+    """Check that a module that is parallel already has been made so by the same options.
+
+    Args:
+        existing: The module as an earlier call of :func:`parallelize` has made it.
+        arguments: The options of all techniques that are asked for now.
+        layout: The sizes of the mesh's axes that are asked for now.
+        precision: The dtypes that are asked for now.
+
+    Raises:
+        ValueError: If a technique would have to be changed, or other modules would run in float32.
+    """
+    refuse_other_patterns(existing.module, precision.keep_fp32)
+    for options in arguments.options:
+        options.check_change(existing, layout)
 
 
 def _refuse_dtensors(module: nn.Module) -> None:

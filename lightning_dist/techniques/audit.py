@@ -29,7 +29,7 @@ from lightning_dist._compat import gradient_hooks, local_of
 from lightning_dist.mesh.consensus import timed_barrier
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.parameters.group import ParameterGroup
-from lightning_dist.techniques.protocol import Parallel, Technique
+from lightning_dist.techniques.protocol import Parallel, ParameterForms
 from lightning_dist.techniques.replicas import bit_sums, differ
 
 __all__ = ["AuditError", "FirstStepAudit"]
@@ -43,7 +43,7 @@ class AuditError(RuntimeError):
     """Report that a step would have trained a parameter wrongly; the text names the parameter."""
 
 
-class FirstStepAudit(Technique):
+class FirstStepAudit(ParameterForms):
     """Check the first step, and the next step after parameters, their hooks or ``requires_grad`` change."""
 
     def __init__(self) -> None:

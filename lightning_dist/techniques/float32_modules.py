@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from lightning_dist._compat import tree_map
 from lightning_dist.model.units import Unit
-from lightning_dist.techniques.protocol import Rows, Technique
+from lightning_dist.techniques.protocol import ParameterRules, Rows
 
 __all__ = ["Float32Modules", "refuse_other_patterns"]
 
 
-class Float32Modules(Technique):
+class Float32Modules(ParameterRules):
     """Run the modules that ``patterns`` match, and all modules inside them, in float32.
 
     Args:
@@ -68,7 +68,7 @@ class Float32Modules(Technique):
         kept = {id(param) for owner in owners for param in owner.parameters(recurse=False)}
         self._numel[id(unit)] = sum(param.numel() for param in unit.params.values() if id(param) in kept)
 
-    def numel(self, unit: Unit) -> int:
+    def numel_in_float32(self, unit: Unit) -> int:
         """Return the number of elements of those parameters of ``unit`` that are computed in float32."""
         return self._numel.get(id(unit), 0)
 

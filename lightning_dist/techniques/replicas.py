@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.techniques.options import Build, TechniqueOptions
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique
+from lightning_dist.techniques.protocol import Parallel, Rows, SavedState, Technique
 
 __all__ = ["ReplicaComparison", "ReplicaOptions", "ReplicasDifferError", "bit_sums", "check_replicas", "differ"]
 
@@ -49,7 +49,7 @@ class ReplicaOptions(TechniqueOptions):
         yield ReplicaComparison(build.mesh, self.check_replicas_every_n_steps)
 
 
-class ReplicaComparison(Technique):
+class ReplicaComparison(SavedState):
     """Compare the replicas' weights at regular intervals of optimizer steps, and raise an error if they differ.
 
     Args:

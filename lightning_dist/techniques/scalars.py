@@ -19,12 +19,12 @@ from lightning_dist.mesh.flag_agreement import FlagAgreement
 from lightning_dist.model.units import Unit
 from lightning_dist.parameters.accumulated_gradients import AccumulatedGradients
 from lightning_dist.parameters.group import ParameterGroup
-from lightning_dist.techniques.protocol import Parallel, Technique
+from lightning_dist.techniques.protocol import Parallel, ParameterForms
 
 __all__ = ["Scalars"]
 
 
-class Scalars(Technique):
+class Scalars(ParameterForms):
     """Replicate the 0-dimensional parameters on every rank.
 
     Args:

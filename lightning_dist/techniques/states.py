@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_dist._compat import module_versions
 from lightning_dist.checkpoint.snapshot import with_metadata
 from lightning_dist.model.initialization import broadcast_weights
-from lightning_dist.techniques.protocol import Points, Technique
+from lightning_dist.techniques.protocol import Points, SavedState, Technique
 
 __all__ = ["TechniqueStates"]
 
@@ -30,7 +30,7 @@ class TechniqueStates:
 
     def __init__(self, module: nn.Module, techniques: Sequence[Technique], points: Points) -> None:
         self._module = module
-        self._techniques = techniques
+        self._with_states = [technique for technique in techniques if isinstance(technique, SavedState)]
         self._points = points
 
     @property
@@ -50,7 +50,7 @@ class TechniqueStates:
             agree_on_buffers()
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` in the form in which this rank writes it (see :meth:`Technique.state_to_write`)."""
+        """Return ``state`` in the form in which this rank writes it (see :meth:`SavedState.state_to_write`)."""
         metadata = module_versions(state)
         for state_to_write in self._points.state_to_write:
             state = state_to_write(state)
@@ -101,7 +101,7 @@ class TechniqueStates:
 
     def of_techniques(self) -> dict[str, dict[str, Any]]:
         """Return the states of the techniques for a checkpoint, by the names of their classes. This is a collective."""
-        return {type(technique).__name__: state for technique in self._techniques if (state := technique.state())}
+        return {type(technique).__name__: state for technique in self._with_states if (state := technique.state())}
 
     def template(self, path: Sequence[Any], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Return an empty tensor to read a tensor into that :meth:`of_techniques` has saved; None leaves it out.
@@ -111,18 +111,18 @@ class TechniqueStates:
             shape: Shape of the whole tensor.
             dtype: Dtype of the tensor.
         """
-        technique = next((own for own in self._techniques if type(own).__name__ == path[0]), None)
+        technique = next((own for own in self._with_states if type(own).__name__ == path[0]), None)
         return None if technique is None else technique.state_template(path[1:], shape, dtype)
 
     def load_techniques(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Restore the states that :meth:`of_techniques` returned, in a run with any layout."""
-        names = {type(technique).__name__ for technique in self._techniques}
+        names = {type(technique).__name__ for technique in self._with_states}
         for name in sorted(states.keys() - names):
             warnings.warn(
                 f"The checkpoint has the state of {name} ({', '.join(map(str, states[name]))}), which this run does not"
                 " use: it is dropped.",
                 stacklevel=2,
             )
-        for technique in self._techniques:
+        for technique in self._with_states:
             if (state := states.get(type(technique).__name__)) is not None:
                 technique.load_state(state)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_dist.techniques.pipeline.timeline import Kind, Span, Timeline
+from lightning_dist.mesh.timeline import Kind, Span, Timeline
 
 __all__ = ["can_draw", "draw_schedule"]
 

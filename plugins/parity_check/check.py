@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_dist.mesh.consensus import OtherRankError
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.model.randomness import rng_state, set_rng_state
+from lightning_dist.model.same_batch import digest
 from lightning_dist.plugins.parity_check.randomness import switch_off_dropout
 from lightning_dist.plugins.parity_check.recording import Recorder, Recording
 from lightning_dist.plugins.parity_check.reference import Reference, batch_norms, join_batches, one_process, repeat
@@ -35,7 +36,6 @@ from lightning_dist.plugins.parity_check.verdict import on_first_rank
 from lightning_dist.plugins.strategies import MeshStrategy
 from lightning_dist.techniques.audit import FirstStepAudit
 from lightning_dist.techniques.pipeline import Pipeline
-from lightning_dist.techniques.tensor_parallel.same_batch import digest
 
 __all__ = ["check"]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_dist.model.own_generators import get_state, own_generators, set_state
 from lightning_dist.model.randomness import rng_state, set_rng_state
-from lightning_dist.techniques.tensor_parallel.same_batch import digest
+from lightning_dist.model.same_batch import digest
 
 __all__ = ["have_advanced", "random_states", "set_random_states", "switch_off_dropout"]
 

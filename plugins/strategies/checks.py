@@ -20,23 +20,22 @@ from torch.optim import Optimizer
 
 from lightning_dist._compat import is_compiled
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.parallel_module import ParallelModule, parallelized
+from lightning_dist.parallel_module import parallelized
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import scales_losses
 from lightning_dist.plugins.strategies.wrapped_hooks import defines_hook
-from lightning_dist.techniques.float32_modules import refuse_other_patterns
 from lightning_dist.techniques.options import Arguments, Fit, Run
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = [
+    "as_misconfiguration",
     "check_fit",
     "check_optimizers",
     "check_run",
     "explaining_optimizer_errors",
     "refuse_for_pipeline",
-    "refuse_other_options",
     "refuse_what_cannot_work",
     "warn_of_idle_arguments",
 ]
@@ -160,27 +159,6 @@ def warn_of_idle_arguments(arguments: Arguments, layout: ParallelLayout) -> None
         sentence = options.without_effect(layout)
         if sentence:
             rank_zero_warn(sentence)
-
-
-def refuse_other_options(
-    existing: ParallelModule, arguments: Arguments, layout: ParallelLayout, keep_fp32: Sequence[str]
-) -> None:
-    """Refuse options that differ from those by which an earlier Trainer has made a module parallel.
-
-    Args:
-        existing: The module as an earlier Trainer has made it parallel.
-        arguments: The options of all techniques.
-        layout: The sizes of the mesh's axes.
-        keep_fp32: Patterns of modules that run in float32.
-
-    Raises:
-        MisconfigurationException: If a technique would have to be changed.
-        ValueError: If the module runs other modules in float32.
-    """
-    refuse_other_patterns(existing.module, keep_fp32)
-    with as_misconfiguration():
-        for options in arguments.options:
-            options.check_change(existing, layout)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning_dist.mesh.layout import AXES, REMAINING
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
-from lightning_dist.techniques.sharding import ShardingOptions
 
 __all__ = ["DataParallelStrategy"]
 
@@ -36,10 +35,11 @@ class DataParallelStrategy(MeshStrategy):
                 " strategy='hybrid_shard' to shard the model, or 'nd_parallel' for any sizes."
             )
         super().__init__(**kwargs)
-        for name, value in self._config.arguments.of(ShardingOptions).given().items():
+        arguments = self._config.arguments
+        for name in filter(arguments.is_given, ("min_num_params", "reshard_after_forward", "direct_collectives")):
             raise ValueError(
-                f"{name}={value!r}: data_parallel shards nothing, so that it would have no effect. Leave it out, or"
-                " use strategy='hybrid_shard' to shard the model."
+                f"{name}={arguments[name]!r}: data_parallel shards nothing, so that it would have no effect. Leave it"
+                " out, or use strategy='hybrid_shard' to shard the model."
             )
         self._dp_replicate_size = dp_replicate_size
 

@@ -27,6 +27,7 @@ class FullShardStrategy(MeshStrategy):
     def __init__(
         self,
         dp_shard_size: int | None = None,
+        *,
         ep_size: int | None = None,
         **kwargs: Any,
     ) -> None:

@@ -15,7 +15,6 @@ from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parameters.shard_step import ELEMENTWISE, LocalStep
 from lightning_dist.parameters.sparse_gradients import SparseStep
 from lightning_dist.parameters.whole_step import Finding, Scope, WholeStep, try_optimizer
-from lightning_dist.techniques.compression import SyncMethod
 
 __all__ = ["OptimizerStep", "OptimizerSteps", "check_optimizer_step"]
 
@@ -62,7 +61,7 @@ class OptimizerSteps:
         where: OptimizerStep,
         layout: ParallelLayout,
         hindrances: Sequence[str],
-        sync: SyncMethod | None,
+        sync: object | None,
     ) -> None:
         self._module = module
         self._where = where

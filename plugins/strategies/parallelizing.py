@@ -15,7 +15,7 @@ from lightning_dist._compat import convert
 from lightning_dist.model.deferred_init import deferred_init
 from lightning_dist.model.tensor_state import is_uninitialized
 from lightning_dist.parallel_module import ParallelModule, parallelized
-from lightning_dist.parallelize import ParallelConfig, parallelize
+from lightning_dist.parallelize import ParallelConfig, check_change, parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import (
     Float8Precision,
@@ -28,7 +28,7 @@ from lightning_dist.plugins.precision import (
     use_precision_again,
 )
 from lightning_dist.plugins.strategies.checkpointed import CheckpointedStrategy
-from lightning_dist.plugins.strategies.checks import refuse_other_options
+from lightning_dist.plugins.strategies.checks import as_misconfiguration
 from lightning_dist.plugins.strategies.gpus import refuse_bfloat16
 from lightning_dist.plugins.strategies.steps.choice import FirstSteps
 
@@ -110,7 +110,8 @@ class ParallelizingStrategy(CheckpointedStrategy):
                     f"This {type(module).__name__} is sharded over {existing.mesh} by an earlier Trainer, and cannot be"
                     f" sharded over {wanted} as well. Make a new one, and load the weights from a checkpoint."
                 )
-            refuse_other_options(existing, self._config.arguments, self.layout, self.precision_policy.keep_fp32)
+            with as_misconfiguration():
+                check_change(existing, self._config.arguments, self.layout, self.precision_policy)
             use_precision_again(module, self.precision_plugin)
             return existing
         if self.layer_sync is not None:

@@ -31,6 +31,7 @@ class PipelineParallelStrategy(MeshStrategy):
     def __init__(
         self,
         pp_size: int | None = None,
+        *,
         dp_shard_size: int | None = None,
         dp_replicate_size: int | None = None,
         **kwargs: Any,

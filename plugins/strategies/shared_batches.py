@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_dist.mesh.consensus import announce_progress
 from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.model.same_batch import SameBatch
 from lightning_dist.model.same_random_numbers import SameRandomNumbers, agree_on_random_numbers
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins import _compat
@@ -26,7 +27,6 @@ from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatch
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.plugins.strategies.uneven_batches import POLICIES, TrainingBatches, check_that_all_have_lengths
-from lightning_dist.techniques.tensor_parallel import SameBatch
 
 __all__ = ["SharedBatchStrategy"]
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
-from lightning_dist.techniques.float32_modules import Float32Modules
+from lightning_dist.techniques.protocol import ParameterRules, bound
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
@@ -25,11 +25,11 @@ _LABELS = {"root": "on the LightningModule itself", "shared": "shared by blocks"
 def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
     """Return the layout, units, precision and checks of ``strategy`` as lines of text."""
     kinds: dict[str, list[tuple[int, int]]] = {}
-    in_float32 = module.get(Float32Modules)
+    in_float32 = bound(module.techniques, ParameterRules.numel_in_float32)
     for unit, group in zip(module.units, module.groups, strict=True):
         name = type(unit.modules[0]).__name__.removeprefix("FSDP")
         label = _LABELS.get(unit.kind, f"{name} ({unit.kind})")
-        kept = 0 if in_float32 is None else in_float32.numel(unit)
+        kept = sum(numel(unit) for numel in in_float32)
         kinds.setdefault(label, []).append((group.numel, kept))
     units = [
         f"{len(sizes)} x {label}: {_range([size for size, _ in sizes])}{_kept(sizes)}" for label, sizes in kinds.items()

@@ -22,7 +22,7 @@ STRATEGIES: dict[str, Any] = {
     "full": lambda **kwargs: FullShardStrategy(**kwargs),
     "hybrid": lambda **kwargs: HybridShardStrategy(2, 2, **kwargs),
     "tp": lambda **kwargs: TensorParallelStrategy(2, **kwargs),
-    "pp": lambda **kwargs: PipelineParallelStrategy(2, 2, **kwargs),
+    "pp": lambda **kwargs: PipelineParallelStrategy(2, num_microbatches=2, **kwargs),
     "tp whole": lambda **kwargs: TensorParallelStrategy(2, sequence_parallel=False, **kwargs),
 }
 

@@ -85,7 +85,7 @@ STRATEGIES: dict[str, Any] = {
     "tensor_parallel": lambda: TensorParallelStrategy(
         2, plan={"model.blocks.*.mlp.0": "colwise", "model.blocks.*.mlp.2": "rowwise"}
     ),
-    "pipeline_parallel": lambda: PipelineParallelStrategy(2, 2),
+    "pipeline_parallel": lambda: PipelineParallelStrategy(2, num_microbatches=2),
 }
 
 

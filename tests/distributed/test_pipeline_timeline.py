@@ -19,12 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineParallelStrategy
+from lightning_dist.mesh.timeline import Order, Timeline
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.techniques.pipeline import Pipeline
 from lightning_dist.techniques.pipeline.simulation import simulate
-from lightning_dist.techniques.pipeline.timeline import Order, Timeline
 from tests.accelerator import place
 from tests.pool import WorkerPool
 
@@ -151,7 +151,7 @@ def run(
     look = Look(until_bubble)
     trainer = pl.Trainer(
         **place(),
-        strategy=PipelineParallelStrategy(PP_SIZE, num_microbatches, schedule),
+        strategy=PipelineParallelStrategy(PP_SIZE, num_microbatches=num_microbatches, schedule=schedule),
         max_steps=num_steps,
         use_distributed_sampler=False,
         callbacks=[look],
@@ -220,7 +220,7 @@ def run_logged(folder: Path) -> list[list[tuple[int, float]]]:
     logger = MLflowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db")
     trainer = pl.Trainer(
         **place(),
-        strategy=PipelineParallelStrategy(2, 4, dp_replicate_size=2),
+        strategy=PipelineParallelStrategy(2, num_microbatches=4, dp_replicate_size=2),
         max_steps=5,
         use_distributed_sampler=False,
         callbacks=[StepTelemetry(log_every_n_steps=2)],

@@ -36,7 +36,7 @@ from lightning_dist.plugins.loggers.store import connect
 from lightning_dist.plugins.strategies import TECHNIQUES
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.techniques.options import Build, TechniqueOptions
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique
+from lightning_dist.techniques.protocol import Parallel, Rows, SavedState, Technique
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import build
 from tests.pool import WorkerPool
@@ -74,7 +74,7 @@ class DoublingOptions(TechniqueOptions):
             yield Doubling(self.doubling)
 
 
-class Doubling(Technique):
+class Doubling(SavedState):
     """Count how often units are gathered, and scale the reduced gradients."""
 
     def __init__(self, factor: float) -> None:

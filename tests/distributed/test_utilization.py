@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[pl.LightningModule], int]] = {
     ),
     "compiled": (lambda: FullShardStrategy(compile="aot_eager"), GPT, 0),
     "replicas of shards": (lambda: HybridShardStrategy(2, 2), GPT, 0),
-    "pipeline": (lambda: PipelineParallelStrategy(2, 4), GPT, 0),
+    "pipeline": (lambda: PipelineParallelStrategy(2, num_microbatches=4), GPT, 0),
     "tensor": (lambda: TensorParallelStrategy(2), Example, 0),
     "tensor, whole sequence": (lambda: TensorParallelStrategy(2, sequence_parallel=False), Example, 0),
     "tensor, whole head": (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dist.techniques.tensor_parallel.same_batch import digest, hash_of_elements
+from lightning_dist.model.same_batch import digest, hash_of_elements
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.bfloat16])

@@ -7,9 +7,9 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+from lightning_dist.mesh.timeline import Action
 from lightning_dist.plugins.loggers.schedule_picture import draw_schedule
 from lightning_dist.techniques.pipeline.simulation import simulate
-from lightning_dist.techniques.pipeline.timeline import Action
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

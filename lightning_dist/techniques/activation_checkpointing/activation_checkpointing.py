@@ -23,7 +23,7 @@ from lightning_dist.techniques.activation_checkpointing.copies import Copies
 from lightning_dist.techniques.activation_checkpointing.mode import CheckpointingMode
 from lightning_dist.techniques.activation_checkpointing.offload import offload
 from lightning_dist.techniques.activation_checkpointing.saved_operations import selective_contexts
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound
+from lightning_dist.techniques.protocol import Parallel, ParameterForms, Rows, Technique, bound
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -54,7 +54,7 @@ class ActivationCheckpointing(Technique):
     def attach(self, parallel: Parallel) -> None:
         """Collect the contexts that other techniques need around a block that runs again."""
         self._around_rerun = bound(parallel.techniques, Technique.around_rerun)
-        self._is_form = bound(parallel.techniques, Technique.is_form_of_parameter)
+        self._is_form = bound(parallel.techniques, ParameterForms.is_form_of_parameter)
 
     def prepare_unit(self, unit: Unit) -> None:
         """Replace the forwards of those of the unit's modules that are chosen blocks."""

@@ -31,12 +31,12 @@ from lightning_dist.techniques.compression.compressor import (
 from lightning_dist.techniques.compression.non_finite import NonFiniteGradients
 from lightning_dist.techniques.compression.saved_states import SavedStates
 from lightning_dist.techniques.compression.wire import Wire
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound
+from lightning_dist.techniques.protocol import Parallel, ParameterRules, RemoteParts, Rows, SavedState, bound
 
 __all__ = ["Compression"]
 
 
-class Compression(Technique):
+class Compression(ParameterRules, SavedState):
     """Average gradients over replicas by a compressor in place of an all-reduce.
 
     The techniques that manage parameters call this one where they would all-reduce gradients over ``dp_replicate``:
@@ -108,7 +108,7 @@ class Compression(Technique):
 
         # Stages sum the gradients of a parameter that they share after the reduction, and each would have a residual.
         parts = [{name: None for group in self._parallel.groups for name in group.names}]
-        for collect in bound(self._parallel.techniques, Technique.collect_parts):
+        for collect in bound(self._parallel.techniques, RemoteParts.collect_parts):
             parts = collect(parts)
         counts = Counter(name for part in parts for name in part)
         self._shared = {name for name, count in counts.items() if count > 1}
@@ -259,7 +259,7 @@ class Compression(Technique):
 
     def state(self) -> dict[str, Any]:
         """Return the compressor's state by its name and the names of parameters. This is a collective."""
-        collects = bound(self._parallel.techniques, Technique.collect_parts)
+        collects = bound(self._parallel.techniques, RemoteParts.collect_parts)
         return {str(self.compressor): self._saved_states().save(self.states, self.num_reductions, collects)}
 
     def _saved_states(self) -> SavedStates:

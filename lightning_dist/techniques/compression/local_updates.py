@@ -24,7 +24,7 @@ from lightning_dist.techniques.compression.saved_states import (
 )
 from lightning_dist.techniques.compression.sync_methods import SyncMethod
 from lightning_dist.techniques.compression.wire import Wire
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound
+from lightning_dist.techniques.protocol import Parallel, RemoteParts, Rows, SavedState, bound
 
 __all__ = ["LocalUpdates"]
 
@@ -33,7 +33,7 @@ _SECONDS_TO_ARRIVE = 30.0
 """Seconds for which a rank waits for the others before a synchronization, if they may have taken fewer steps."""
 
 
-class LocalUpdates(Technique):
+class LocalUpdates(SavedState):
     """Synchronize the weights of replicas every ``inner_steps`` optimizer steps, and not their gradients.
 
     The other techniques of the list work within a replica: their mesh has no axis of replicas. Before an evaluation and
@@ -165,7 +165,7 @@ class LocalUpdates(Technique):
             }
             for name, tensors in self.method.states.items()
         }
-        collects = bound(self._parallel.techniques, Technique.collect_parts)
+        collects = bound(self._parallel.techniques, RemoteParts.collect_parts)
         add_states_of_others(saved, collects)
         residuals = self._saved_residuals()
         return {

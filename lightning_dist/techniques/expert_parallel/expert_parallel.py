@@ -47,7 +47,7 @@ from lightning_dist.techniques.expert_parallel.same_tokens import (
     gather_tokens,
     split_tokens,
 )
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound
+from lightning_dist.techniques.protocol import Parallel, ParameterForms, ParameterRules, Rows, TokenSplits, bound
 
 __all__ = ["ExpertParallel"]
 
@@ -73,7 +73,7 @@ class _Experts:
     None: there was no step."""
 
 
-class ExpertParallel(Technique):
+class ExpertParallel(ParameterRules, ParameterForms):
     """Distribute the experts of mixtures over the ranks of ``ep`` and ``tp``.
 
     The experts of a module become a unit of their own, whose parameters are DTensors over these axes. The sharding
@@ -149,8 +149,8 @@ class ExpertParallel(Technique):
 
     def attach(self, parallel: Parallel) -> None:
         """Keep the functions of other techniques that say whether the ranks of ``tp`` have the same tokens."""
-        self._splits_tokens_of = bound(parallel.techniques, Technique.splits_tokens_of)
-        self._may_split_tokens_of = bound(parallel.techniques, Technique.may_split_tokens_of)
+        self._splits_tokens_of = bound(parallel.techniques, TokenSplits.splits_tokens_of)
+        self._may_split_tokens_of = bound(parallel.techniques, TokenSplits.may_split_tokens_of)
 
     def prepare_unit(self, unit: Unit) -> None:
         """Keep this rank's experts of a module, and let its forward send tokens to their experts."""

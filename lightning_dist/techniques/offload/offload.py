@@ -16,7 +16,7 @@ from lightning_dist.parameters.shard_memory import ShardMemory
 from lightning_dist.techniques.offload.mapped_file import MappedFile
 from lightning_dist.techniques.offload.offloaded_step import OffloadedStep
 from lightning_dist.techniques.options import Arguments, Build, Run, TechniqueOptions
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique
+from lightning_dist.techniques.protocol import Parallel, ParameterRules, Rows, Technique
 
 __all__ = ["Offload", "OffloadOptions", "What"]
 
@@ -121,7 +121,7 @@ class OffloadOptions(TechniqueOptions):
             yield Offload(self, build.mesh.device_type)
 
 
-class Offload(Technique):
+class Offload(ParameterRules):
     """Keep shards of parameters, or the states of optimizers, outside of the device's memory.
 
     Args:

@@ -7,7 +7,7 @@
 - ``stand_in``: Provides stand-ins for tensors that are on other stages.
 - ``replay``: Runs a step on one stage.
 - ``microbatches``: Splits a batch into microbatches.
-- ``simulation``, ``timeline``: Simulate and record when each forward and backward runs.
+- ``simulation``: Simulates when each forward and backward runs.
 - ``shared``: Sums the gradients of parameters that several stages use.
 - ``failures``: Raises an error of one rank on all ranks.
 - ``attributes``: Saves and restores attributes of modules that a step changes.
@@ -38,7 +38,6 @@ from lightning_dist.techniques.pipeline.schedules import SCHEDULES
 from lightning_dist.techniques.pipeline.simulation import simulate
 from lightning_dist.techniques.pipeline.stages import PipelineConfig, Stages, drop_remote, find_stages, own_units
 from lightning_dist.techniques.pipeline.stand_in import refuse_stand_ins
-from lightning_dist.techniques.pipeline.timeline import Timeline
 
 __all__ = [
     "SCHEDULES",
@@ -56,7 +55,6 @@ __all__ = [
     "Stages",
     "StagesInTurn",
     "StepOutcome",
-    "Timeline",
     "batch_size_of",
     "check_divides",
     "drop_remote",

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_dist.mesh.consensus import check_agreement, raise_on_all_ranks
+from lightning_dist.mesh.timeline import Timeline
 from lightning_dist.model.initialization import broadcast_tensors
 from lightning_dist.model.original_module import OriginalModule
 from lightning_dist.model.tensor_state import is_remote
@@ -25,6 +26,7 @@ from lightning_dist.techniques.pipeline.outside_of_steps import AllStages
 from lightning_dist.techniques.pipeline.replay import Replay
 from lightning_dist.techniques.pipeline.schedule_runner import PreparedStep, ScheduleRunner
 from lightning_dist.techniques.pipeline.shared import SharedParameters
+from lightning_dist.techniques.pipeline.simulation import simulate
 from lightning_dist.techniques.pipeline.stages import PipelineConfig, drop_remote, find_stages, own_units
 from lightning_dist.techniques.pipeline.whole_model import whole_model
 from lightning_dist.techniques.pipeline.whole_state import (
@@ -32,13 +34,13 @@ from lightning_dist.techniques.pipeline.whole_state import (
     with_one_writer_per_tensor,
     with_replicated_tensors,
 )
-from lightning_dist.techniques.protocol import Rows, Technique
+from lightning_dist.techniques.protocol import RemoteParts, Rows, SavedState, Scheduled
 from lightning_dist.tracing.step_graph import KnownPaths, Readable, StepGraph
 
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Technique):
+class Pipeline(RemoteParts, SavedState, Scheduled):
     """Cut a module into stages, and run its steps on the stages of this rank.
 
     Creating an instance is a collective over all processes.
@@ -95,6 +97,19 @@ class Pipeline(Technique):
         self.differs_between_ranks: tuple[type, ...] = ()
         """Classes of objects whose attributes ranks change differently, such as metrics that only one rank updates."""
         self._paths: dict[object, KnownPaths] = {}
+
+    @property
+    def schedule(self) -> str:
+        """Return the name of the schedule."""
+        return self.config.schedule
+
+    def timeline(self) -> Timeline | None:
+        """Return when each action of the latest step with a backward ran. This is a collective over ``pp``."""
+        return self.runner.timeline(self.group)
+
+    def expected_bubble(self) -> float:
+        """Return the fraction of time that ranks are idle by the schedule, if all actions take equally long."""
+        return simulate(self.runner.order).bubble
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Move the tensors that only other ranks' stages need to the meta device, and return this rank's units."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist.mesh.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.techniques.pipeline.attributes import restoring_attributes
 from lightning_dist.techniques.pipeline.buffers import BuffersOfStep
@@ -20,7 +21,6 @@ from lightning_dist.techniques.pipeline.replay import MicrobatchSeed, Replay, St
 from lightning_dist.techniques.pipeline.schedules import SCHEDULES
 from lightning_dist.techniques.pipeline.simulation import order_of
 from lightning_dist.techniques.pipeline.stages import PipelineConfig, Stages
-from lightning_dist.techniques.pipeline.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.tracing.step_graph import Leaf, StepGraph
 
 __all__ = ["PreparedStep", "RunRoot", "ScheduleRunner", "StepOutcome"]

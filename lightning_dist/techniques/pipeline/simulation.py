@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from lightning_dist.techniques.pipeline.timeline import Action, Kind, Order, Span, Timeline, messages
+from lightning_dist.mesh.timeline import Action, Kind, Order, Span, Timeline, messages
 
 __all__ = ["EVEN", "order_of", "simulate"]
 

@@ -15,7 +15,7 @@ from lightning_dist._compat import own_parameters, put_parameter
 from lightning_dist.model.units import Unit
 from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.parameters.on_use import GatheredOnUse, whole_for_step
-from lightning_dist.techniques.protocol import Technique, bound
+from lightning_dist.techniques.protocol import ParameterForms, Technique, bound
 
 __all__ = ["ReplicatedGroup"]
 
@@ -45,8 +45,8 @@ class ReplicatedGroup(ParameterGroup):
     ) -> None:
         self._params = dict(unit.params)
         self._mesh = mesh
-        self._write_back_data = bound(techniques, Technique.write_back_data)
-        self._is_form = bound(techniques, Technique.is_form_of_parameter)
+        self._write_back_data = bound(techniques, ParameterForms.write_back_data)
+        self._is_form = bound(techniques, ParameterForms.is_form_of_parameter)
         self._on_gradient = on_gradient
         split = {id(param) for param in self._params.values() if isinstance(param, DTensor)}
         self._places = [

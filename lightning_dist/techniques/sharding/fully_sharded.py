@@ -34,8 +34,9 @@ from lightning_dist.parameters.group import MAX_BYTES_UNDER_WAY
 from lightning_dist.parameters.on_use import GatheredOnUse, call_after_writes, whole_for_step
 from lightning_dist.techniques.protocol import (
     Parallel,
+    ParameterForms,
+    ParameterRules,
     Rows,
-    Technique,
     bound,
     find_gradient_reducer,
     find_shard_memory,
@@ -75,7 +76,7 @@ class ShardingConfig:
     gather_as: Callable[[nn.Module, str], WrapShard | None] | None = None
 
 
-class Sharding(Technique):
+class Sharding(ParameterForms):
     """Shard the parameters of each unit over the last axis of ``mesh`` by FSDP2.
 
     Args:
@@ -126,10 +127,10 @@ class Sharding(Technique):
         # Units that stay sharded over some ranks after their forward are gathered over a smaller group.
         under_way = deque[Transfer]()
         self._paths: defaultdict[str, SamePath] = defaultdict(lambda: SamePath(names, under_way))
-        self._shard_dims = bound(parallel.techniques, Technique.shard_dim)
-        self._param_dtypes = bound(parallel.techniques, Technique.param_dtype)
-        self._write_back_data = bound(parallel.techniques, Technique.write_back_data)
-        self._is_form = bound(parallel.techniques, Technique.is_form_of_parameter)
+        self._shard_dims = bound(parallel.techniques, ParameterRules.shard_dim)
+        self._param_dtypes = bound(parallel.techniques, ParameterRules.param_dtype)
+        self._write_back_data = bound(parallel.techniques, ParameterForms.write_back_data)
+        self._is_form = bound(parallel.techniques, ParameterForms.is_form_of_parameter)
         self._reducer = find_gradient_reducer(parallel.techniques)
         self._memory = find_shard_memory(parallel.techniques)
         self._offload = OffloadPolicy()

@@ -15,7 +15,6 @@ These modules apply it:
 - ``apply``: Splits a model as its plan says, and decides which form of a parameter its modules hold when.
 - ``placements``: Decides which part of each parameter a rank has.
 - ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
-- ``same_batch``: Checks that the ranks of one ``tp`` group are given the same batch.
 - ``table``, ``unsplit``: Describe the plan in the start-up table (what is split, what is replicated, and why).
 """
 
@@ -23,16 +22,13 @@ from lightning_dist.techniques.tensor_parallel.apply import TensorParallel
 from lightning_dist.techniques.tensor_parallel.options import TensorParallelOptions
 from lightning_dist.techniques.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
 from lightning_dist.techniques.tensor_parallel.planner import StepTrace, find_plan, make_plan
-from lightning_dist.techniques.tensor_parallel.same_batch import DifferentBatchError, SameBatch
 from lightning_dist.techniques.tensor_parallel.split_logits import SplitLogits
 
 __all__ = [
     "STYLES",
-    "DifferentBatchError",
     "Entry",
     "Plan",
     "PlanError",
-    "SameBatch",
     "SplitLogits",
     "StepTrace",
     "TensorParallel",

@@ -29,7 +29,7 @@ from lightning_dist.model.units import Unit
 from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.parameters.local_parts import LocalParts
 from lightning_dist.parameters.on_use import GatheredOnUse
-from lightning_dist.techniques.protocol import Rows, Technique
+from lightning_dist.techniques.protocol import ParameterForms, ParameterRules, Rows, TokenSplits
 from lightning_dist.techniques.tensor_parallel.heads import add_head_hooks
 from lightning_dist.techniques.tensor_parallel.hooked import LateHooks
 from lightning_dist.techniques.tensor_parallel.layers import unsupported_options
@@ -42,7 +42,7 @@ from lightning_dist.techniques.tensor_parallel.table import rows_of
 __all__ = ["TensorParallel"]
 
 
-class TensorParallel(Technique):
+class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
     """Split a model's modules over ``mesh`` as ``plan`` says.
 
     Args:
@@ -420,6 +420,10 @@ class TensorParallel(Technique):
         params = [param for param in self._root.parameters() if not is_remote(param)]
         split = sum(param.numel() for param in params if self.splits(param))
         return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1), self._num_overlapped)
+
+    def copied_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Return the modules in ``root`` that every rank computes whole."""
+        return self.plan.copied_modules(root)
 
     @property
     def num_ranks(self) -> int:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_dist.mesh.timeline import Timeline
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.plugins._compat import logging_step, observe_fetching
 from lightning_dist.plugins.callbacks.telemetry.figures import RankFigures, gather, num_replicas, summarize
@@ -21,7 +22,7 @@ from lightning_dist.plugins.callbacks.telemetry.utilization import Utilization
 from lightning_dist.plugins.loggers.mlflow import MLflowLogger
 from lightning_dist.plugins.loggers.schedule_picture import can_draw, draw_schedule
 from lightning_dist.run.telemetry import Phase, StepMeter, batch_size, peak_memory_mib
-from lightning_dist.techniques.pipeline import Pipeline, Timeline, simulate
+from lightning_dist.techniques.protocol import Scheduled
 
 
 class StepTelemetry(Callback):
@@ -202,8 +203,8 @@ class StepTelemetry(Callback):
         # Only this package's strategies wait for collectives in places where the wait can be observed.
         waits = math.nan if parallel is None or trainer.world_size == 1 else times.waits
         phases = times.phases
-        pipeline = None if parallel is None else parallel.get(Pipeline)
-        timeline = None if pipeline is None else pipeline.runner.timeline(pipeline.group)
+        pipeline = None if parallel is None else parallel.get(Scheduled)
+        timeline = None if pipeline is None else pipeline.timeline()
         if timeline is not None:  # Forwards and backwards alternate in training_step.
             scale = times.num_steps * trainer.accumulate_grad_batches / timeline.num_ranks
             phases["forward"], phases["backward"] = scale * timeline.seconds("F"), scale * timeline.seconds("BIW")
@@ -229,8 +230,8 @@ class StepTelemetry(Callback):
         if layout is not None and trainer.num_nodes > 1:
             metrics["comm/inter_node_mib_per_step"] = inter_node_mib(metrics, layout, trainer.num_devices)
         if pipeline is not None and timeline is not None:
-            metrics["perf/bubble_theory"] = simulate(pipeline.runner.order).bubble
-            self._draw(trainer, timeline, f"{pipeline.config.schedule}, step {self._logging_step}", metrics)
+            metrics["perf/bubble_theory"] = pipeline.expected_bubble()
+            self._draw(trainer, timeline, f"{pipeline.schedule}, step {self._logging_step}", metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._logging_step)
         if on_progress_bar:

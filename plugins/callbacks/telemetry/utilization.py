@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.run.telemetry import FlopCounter, Flops, batch_size, peak_of
-from lightning_dist.techniques.tensor_parallel import TensorParallel
+from lightning_dist.techniques.protocol import TokenSplits
 
 __all__ = ["Utilization"]
 
@@ -34,8 +34,8 @@ class Utilization:
         self._device = trainer.strategy.root_device
         self._dtype = _compute_dtype(trainer)
         parallel = parallelized(module)
-        split = None if parallel is None else parallel.get(TensorParallel)
-        copied = [] if split is None else split.plan.copied_modules(module)
+        split = None if parallel is None else parallel.get(TokenSplits)
+        copied = [] if split is None else split.copied_modules(module)
         self._counter = FlopCounter(copied, 1 if split is None else split.num_ranks)
         self._counting = ExitStack()
         self._flops: Flops | None = None

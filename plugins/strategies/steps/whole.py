@@ -17,7 +17,6 @@ from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.techniques.step_in_backward import StepInBackward
 
 __all__ = ["WholeSteps"]
 
@@ -43,7 +42,7 @@ class WholeSteps(Steps):
         with self._context("training_step"):
             output = self._parallel.step(partial(self._module.training_step, *args, **kwargs), automatic)
         if automatic:
-            steps_in_backward = self._parallel.get(StepInBackward) is not None
+            steps_in_backward = any(group.steps_in_backward for group in self._parallel.groups)
             self._weights.read(output, self._module.device, steps_in_backward)
         return output
 

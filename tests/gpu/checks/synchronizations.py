@@ -39,7 +39,7 @@ STRATEGIES: dict[str, tuple[Any, type]] = {
     "hybrid_shard": (partial(HybridShardStrategy, 1, 2), UnloggedGPT),
     "tensor_parallel": (partial(TensorParallelStrategy, 2), UnloggedGPT),
     "context_parallel": (partial(ContextParallelStrategy, 2), UnloggedGPT),
-    "pipeline_parallel": (partial(PipelineParallelStrategy, 2, 2), UnloggedGPT),
+    "pipeline_parallel": (partial(PipelineParallelStrategy, 2, num_microbatches=2), UnloggedGPT),
     "expert_parallel": (partial(FullShardStrategy, ep_size=2), MixtureGPT),
 }
 """Strategies and modules, by the names of checks."""
