@@ -13,17 +13,19 @@ from torch.nn.utils import clip_grad
 __all__ = ["compute_gradient_norms_of_shards", "total_norms"]
 
 
-def compute_gradient_norms_of_shards() -> None:
+def compute_gradient_norms_of_shards(norms: Callable[..., dict[str, Any]]) -> None:
     """Make Lightning's ``grad_norm`` accept sharded modules, on which its ``torch.tensor(norms)`` does not work.
 
     The code of the function is replaced, because users may have imported the function before this package. This could
     be replaced by ``torch.stack`` in Lightning's function.
+
+    Args:
+        norms: Function with the arguments of ``grad_norm`` that is called instead.
     """
+    vars(grads)["norms_of_shards"] = norms  # The replaced code finds names in the module of Lightning's function.
 
     def grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-        from lightning_dist.plugins.strategies.gradients import gradient_norms
-
-        return gradient_norms(module, norm_type, group_separator)
+        return norms_of_shards(module, norm_type, group_separator)  # type: ignore[name-defined]  # noqa: F821
 
     grads.grad_norm.__code__ = grad_norm.__code__
 

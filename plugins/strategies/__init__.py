@@ -15,6 +15,7 @@ from lightning_dist.plugins.strategies.context_parallel import ContextParallelSt
 from lightning_dist.plugins.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.gpus import hint_about_devices
+from lightning_dist.plugins.strategies.gradients import gradient_norms
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.nd_parallel import NDParallelStrategy
@@ -61,7 +62,7 @@ def register() -> None:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
     _compat.intercept_checkpoint_paths(MeshStrategy, _resolve_ckpt_path, resume_path.resume, _restore_when_sharded)
     _compat.read_checkpoint_directories()
-    _compat.compute_gradient_norms_of_shards()
+    _compat.compute_gradient_norms_of_shards(gradient_norms)
     _compat.explain_strategy_errors(_hint)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from traceback import walk_tb
-from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,11 +22,9 @@ from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import scales_losses
+from lightning_dist.plugins.strategies.host import Host
 from lightning_dist.plugins.strategies.wrapped_hooks import defines_hook
 from lightning_dist.techniques.options import Arguments, Fit, Run
-
-if TYPE_CHECKING:
-    from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = [
     "as_misconfiguration",
@@ -41,7 +38,7 @@ __all__ = [
 ]
 
 
-def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
+def refuse_what_cannot_work(strategy: Host, trainer: Trainer) -> None:
     """Refuse modules, callbacks and options that do not work with sharded parameters.
 
     Args:
@@ -86,7 +83,7 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
         )
 
 
-def check_run(strategy: MeshStrategy) -> None:
+def check_run(strategy: Host) -> None:
     """Refuse arguments of techniques that cannot be combined, before processes start.
 
     Args:
@@ -100,7 +97,7 @@ def check_run(strategy: MeshStrategy) -> None:
         options.check(run, strategy.config.arguments)
 
 
-def check_fit(strategy: MeshStrategy, trainer: Trainer) -> None:
+def check_fit(strategy: Host, trainer: Trainer) -> None:
     """Refuse arguments of techniques that do not fit the module of a fit. Other runs are not checked.
 
     Args:
@@ -133,7 +130,7 @@ def check_fit(strategy: MeshStrategy, trainer: Trainer) -> None:
             options.check_fit(run, fit, strategy.config.arguments)
 
 
-def _run(strategy: MeshStrategy) -> Run:
+def _run(strategy: Host) -> Run:
     plugin = strategy.precision_plugin
     return Run(
         strategy=strategy.strategy_name,

@@ -22,6 +22,7 @@ from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parameters.memory_use import advise, predict, run_size, state_bytes_per_element
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import KEPT_BYTES, MeshPrecision
+from lightning_dist.plugins.strategies.host import Host
 from lightning_dist.run.telemetry import bytes_in_use, peak_bytes_since, reset_peak
 from lightning_dist.techniques.options import Arguments
 
@@ -76,8 +77,17 @@ class MemoryReport:
         self._gradients = 0
         self._num_steps = 0
 
-    def training_step(self, step: Callable[[], Any]) -> Any:
-        """Run ``step``, a training step, and return its output."""
+    @classmethod
+    def of(cls, host: Host) -> MemoryReport:
+        """Return the report of a fit that begins.
+
+        Args:
+            host: The strategy, which is set up.
+        """
+        return cls(host.trainer, host.parallel, host.optimizers, host.config.arguments, host.layout, host.root_device)
+
+    def measured(self, step: Callable[[], Any]) -> Any:
+        """Run ``step``, a training step, measure its memory, and return its output."""
         if self._num_steps or self._size.activations is not None:
             with self.explained():
                 return step()

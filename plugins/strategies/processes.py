@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -50,7 +51,8 @@ class ProcessStrategy(_compat.LightningStrategy):
     @property
     def root_device(self) -> torch.device:
         """Return the device of this rank."""
-        assert self.parallel_devices is not None
+        if self.parallel_devices is None:
+            raise RuntimeError("The Trainer gives a strategy its devices when it is created.")
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -77,17 +79,21 @@ class ProcessStrategy(_compat.LightningStrategy):
         Raises:
             MisconfigurationException: If this is a notebook whose process cannot be forked.
         """
-        assert self.cluster_environment is not None
-        if isinstance(self.cluster_environment, TorchElasticEnvironment):
+        environment = self._environment
+        if isinstance(environment, TorchElasticEnvironment):
             self._follow_torchrun()
-        if _compat.is_interactive() and not self.cluster_environment.creates_processes_externally:
+        if _compat.is_interactive() and not environment.creates_processes_externally:
             if self.num_nodes * self.num_processes > 1:
                 self._refuse_fork()
                 self.set_launcher(_compat.ForkLauncher(self, self._refuse_fork))
-        elif starts_ranks(self.cluster_environment):
-            self.set_launcher(
-                RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.what_was_saved)
-            )
+        elif starts_ranks(environment):
+            self.set_launcher(RankLauncher(environment, self.num_processes, self.num_nodes, self.what_was_saved))
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        if self.cluster_environment is None:
+            raise RuntimeError("The Trainer gives a strategy its cluster environment when it is created.")
+        return self.cluster_environment
 
     def _refuse_fork(self) -> None:
         """Check that the ranks can be forked from this process.
@@ -144,10 +150,9 @@ class ProcessStrategy(_compat.LightningStrategy):
         """
         super().setup_environment()
         self.set_world_ranks()
-        assert self.cluster_environment is not None
         try:
             self._process_group_backend = _compat.init_process_group(
-                self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
+                self._environment, self.root_device, self._process_group_backend, self._timeout
             )
         except dist.DistBackendError as error:
             refuse_shared_gpu(error, self.num_processes, self.num_nodes)

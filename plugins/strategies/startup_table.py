@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,10 +10,8 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
+from lightning_dist.plugins.strategies.host import Host
 from lightning_dist.techniques.protocol import ParameterRules, bound
-
-if TYPE_CHECKING:
-    from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = ["startup_table"]
 
@@ -22,7 +19,7 @@ __all__ = ["startup_table"]
 _LABELS = {"root": "on the LightningModule itself", "shared": "shared by blocks", "scalars": "scalar"}
 
 
-def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
+def startup_table(strategy: Host, module: ParallelModule) -> str:
     """Return the layout, units, precision and checks of ``strategy`` as lines of text."""
     kinds: dict[str, list[tuple[int, int]]] = {}
     in_float32 = bound(module.techniques, ParameterRules.numel_in_float32)

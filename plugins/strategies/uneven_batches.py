@@ -153,10 +153,9 @@ class TrainingBatches:
             rank_zero_warn(text)
 
     def _begin(self, index: int, has_batch: bool) -> Callable[[], bool]:
-        assert self._group is not None
         own = dist.get_rank()
         lacks = [rank == own and not has_batch for rank in range(dist.get_world_size())]
-        finish_exchange = begin_any_of_flags(lacks, self._group)
+        finish_exchange = begin_any_of_flags(lacks, self._create_group())
 
         def finish() -> bool:
             found = finish_exchange()
