@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.mesh.groups import MeshGroups
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.model.deferred_init import deferred_init
 from lightning_dist.model.initialization import agree_on_operations, agreed_seed, broadcast_weights
@@ -158,78 +159,81 @@ class ParallelConfig:
 def parallelize(
     module: nn.Module,
     layout: ParallelLayout,
-    mesh: DeviceMesh,
+    groups: MeshGroups,
     config: ParallelConfig,
     steps: StepSource,
     *,
     precision: PrecisionPolicy,
-    scales_losses: bool = False,
-    is_automatic: bool = True,
-    copied: ParallelModule | None = None,
-    stage_to_stage: dist.ProcessGroup | None = None,
-    context: dist.ProcessGroup | None = None,
+    scales_losses: bool,
+    is_automatic: bool,
+    copied: ParallelModule | None,
 ) -> ParallelModule:
-    """Make ``module`` parallel over ``mesh``, in place. This is a collective over all processes.
+    """Make ``module`` parallel over the mesh of ``groups``, in place. This is a collective over all processes.
 
     Args:
         module: An ordinary module, on the mesh's device or completely or partly on the meta device.
         layout: The sizes of the mesh's axes.
-        mesh: The mesh from :meth:`ParallelLayout.build_mesh`.
+        groups: The mesh and the groups of ranks that follow from the layout.
         config: The options of all techniques.
         steps: The first step of the run, from which plans and stages are found.
         precision: The dtypes that parameters are computed and gradients are reduced in.
         scales_losses: Whether losses are scaled.
         is_automatic: Whether the loops step the optimizers, and not the module.
         copied: The parallel module whose module ``module`` is a copy of; None: it is no copy.
-        stage_to_stage: The process group from :meth:`ParallelLayout.build_stage_to_stage_group`; None: there is no
-            pipeline.
-        context: The process group from :meth:`ParallelLayout.build_context_group`; None: sequences are not split.
 
     Raises:
         ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
         TypeError: If a tensor on the meta device cannot be initialised.
     """
+    mesh, arguments = groups.mesh, config.arguments
     original = OriginalModule(module)
     read_whole_scalars()
     _refuse_dtensors(module)
-    min_num_params = config.arguments["min_num_params"]
-    units = find_units(module, config.units, min_num_params, has_one_dtype=layout.num_shards > 1)
-    with deferred_init(torch.device(mesh.device_type)):
-        for param in module.parameters():
-            if not param.is_contiguous():  # FSDP2 does not accept other memory formats, such as channels_last.
-                param.data = param.data.contiguous()
+    units = find_units(module, config.units, arguments["min_num_params"], has_one_dtype=layout.num_shards > 1)
+    _make_contiguous(module, mesh)
     agree_on_operations(module)
-    within_replica = config.arguments.lets_replicas_differ and copied is None
-    sharding_mesh = layout.sharding_mesh(mesh, within_replica)
+    within_replica = arguments.lets_replicas_differ and copied is None
     build = Build(
         module=module,
         units=units,
         layout=layout,
-        mesh=mesh,
-        sharding_mesh=sharding_mesh,
+        groups=groups,
+        sharding_mesh=layout.sharding_mesh(mesh, within_replica),
         parameter_mesh=layout.parameter_mesh(mesh, within_replica),
-        stage_to_stage=stage_to_stage,
-        context=context,
-        arguments=config.arguments,
+        arguments=arguments,
         steps=steps,
         copied=copied,
         precision=precision,
         scales_losses=scales_losses,
         is_automatic=is_automatic,
     )
-    techniques = [technique for options in config.arguments.options for technique in options.techniques(build)]
+    techniques = [technique for options in arguments.options for technique in options.techniques(build)]
     refuse_other_patterns(module, precision.keep_fp32)
     broadcast_weights(module)
+    with _same_random_numbers(mesh):
+        parallel = ParallelModule(module, units, techniques, build.sharding_mesh)
+    original.record_changes()
+    if layout.world_size == layout.dp_replicate:
+        original.allow_copies(module)
+    return parallel
+
+
+def _make_contiguous(module: nn.Module, mesh: DeviceMesh) -> None:
+    with deferred_init(torch.device(mesh.device_type)):
+        for param in module.parameters():
+            if not param.is_contiguous():  # FSDP2 does not accept other memory formats, such as channels_last.
+                param.data = param.data.contiguous()
+
+
+@contextmanager
+def _same_random_numbers(mesh: DeviceMesh) -> Iterator[None]:
+    """Let all ranks draw the same random numbers in this context, for initial values. This is a collective."""
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"
     devices = [] if on_cpu else [torch.get_device_module(mesh.device_type).current_device()]
     with torch.random.fork_rng(devices, device_type="cuda" if on_cpu else mesh.device_type), torch.no_grad():
         torch.manual_seed(seed)
-        parallel = ParallelModule(module, units, techniques, sharding_mesh)
-    original.record_changes()
-    if layout.world_size == layout.dp_replicate:
-        original.allow_copies(module)
-    return parallel
+        yield
 
 
 def check_change(

@@ -15,10 +15,10 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.mesh.groups import MeshGroups
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.model.units import Unit
 from lightning_dist.techniques.protocol import Parallel, Technique
@@ -241,12 +241,10 @@ class Build:
         module: The user's module.
         units: All units of the module.
         layout: The sizes of the mesh's axes.
-        mesh: The mesh with all axes.
+        groups: The mesh with all axes, and the groups of ranks.
         sharding_mesh: The mesh of the ranks that share parameters, with the axes ``(dp_shard,)`` or ``(dp_replicate,
             dp_shard)``.
         parameter_mesh: The same mesh, and ``tp`` as its last axis if layers are split.
-        stage_to_stage: Process group for sends between the stages of a pipeline; None: there is no pipeline.
-        context: Process group of the ranks that share sequences; None: sequences are not split.
         arguments: The options of all techniques.
         steps: The first step of the run.
         copied: The parallel module whose module this one is a copy of; None: it is no copy.
@@ -260,11 +258,9 @@ class Build:
     module: nn.Module
     units: Sequence[Unit]
     layout: ParallelLayout
-    mesh: DeviceMesh
+    groups: MeshGroups
     sharding_mesh: DeviceMesh
     parameter_mesh: DeviceMesh
-    stage_to_stage: dist.ProcessGroup | None
-    context: dist.ProcessGroup | None
     arguments: Arguments
     steps: StepSource
     copied: Parallel | None
@@ -272,6 +268,11 @@ class Build:
     scales_losses: bool
     is_automatic: bool
     claimed: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh with all axes."""
+        return self.groups.mesh
 
     @property
     def device(self) -> torch.device:
@@ -353,6 +354,13 @@ class TechniqueOptions:
 
         Raises:
             ValueError: If the technique cannot be changed.
+        """
+
+    def check_comparison(self) -> None:
+        """Refuse a comparison of the first steps with those of one process.
+
+        Raises:
+            ValueError: If gradients differ from those of one process by design, or cannot be read.
         """
 
     def settings(self, parallel: Parallel) -> Mapping[str, Any]:

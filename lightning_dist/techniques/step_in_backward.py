@@ -66,6 +66,13 @@ class StepInBackwardOptions(TechniqueOptions):
             if is_given:
                 raise ValueError(f"step_in_backward=True with {reason}. Leave one of the two out.")
 
+    def check_comparison(self) -> None:
+        """Refuse a comparison of gradients, which are freed before."""
+        if self.step_in_backward:
+            raise ValueError(
+                "step_in_backward=True frees gradients before they can be compared: check the strategy without it."
+            )
+
     def needs_shards(self, device: torch.device, is_asked: bool) -> str:
         """Return the argument if the user asks for whole parameters; optimizers that need them are refused anyway."""
         return "step_in_backward=True" if self.step_in_backward and is_asked else ""

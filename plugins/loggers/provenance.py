@@ -64,7 +64,7 @@ def describe_distribution(trainer: Trainer) -> dict[str, Any]:
     Args:
         trainer: A Trainer whose strategy is set up. If the strategy has a ``layout`` with a method ``describe()``, the
             size of each of its axes is included; so are the ``settings`` of this project's strategies, such as the
-            compression.
+            schedule of a pipeline.
     """
     strategy = trainer.strategy
     layout = getattr(strategy, "layout", None)

@@ -31,17 +31,8 @@ def comparable_strategy(trainer: Trainer) -> MeshStrategy:
             f"strategy={name} is not a strategy of lightning-dist, and cannot be checked: name one, such as"
             " hybrid_shard."
         )
-    arguments = strategy.config.arguments
-    for name in ("compression", "sync"):
-        if arguments[name] is not None:
-            raise ValueError(
-                f"With {name}, gradients differ from those of one process by design: check the strategy without it"
-                f" ({name}=None), and the effect of {name} by the loss of a run."
-            )
-    if arguments["step_in_backward"]:
-        raise ValueError(
-            "step_in_backward=True frees gradients before they can be compared: check the strategy without it."
-        )
+    for options in strategy.config.arguments.options:
+        options.check_comparison()
     return strategy
 
 

@@ -63,15 +63,13 @@ class ModuleBuilder:
         return parallelize(
             module,
             host.layout,
-            host.groups.mesh,
+            host.groups,
             host.config,
             FirstSteps(module, host.trainer, self._tracing),
             precision=host.precision_policy,
             scales_losses=scales_losses(host.precision_plugin),
             is_automatic=module.automatic_optimization,
             copied=copied,
-            stage_to_stage=host.groups.stage_to_stage,
-            context=host.groups.context,
         )
 
     def _take_over(self, existing: ParallelModule) -> None:

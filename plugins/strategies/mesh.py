@@ -125,7 +125,7 @@ class MeshStrategy(ProcessStrategy):
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
         timeout: The time for which ranks wait for each other in a collective; None: torch's default.
-        options: Arguments of techniques, such as ``compression``, which the options in
+        options: Arguments of techniques, such as ``tiled_mlp``, which the options in
             :data:`lightning_dist.parallelize.OPTIONS` define.
 
     Raises:

@@ -16,6 +16,11 @@ from lightning_dist.techniques.protocol import Parallel, Technique
 
 __all__ = ["CompressionOptions", "SyncOptions"]
 
+_OTHER_GRADIENTS = (
+    "With {0}, gradients differ from those of one process by design: check the strategy without it ({0}=None), and the"
+    " effect of {0} by the loss of a run."
+)
+
 
 @dataclass(frozen=True)
 class SyncOptions(TechniqueOptions):
@@ -83,6 +88,11 @@ class SyncOptions(TechniqueOptions):
         technique = existing.get(LocalUpdates)
         _refuse_other("sync", None if technique is None else technique.method, self.method, existing)
 
+    def check_comparison(self) -> None:
+        """Refuse a comparison with one process, whose gradients are others by design."""
+        if self.method is not None:
+            raise ValueError(_OTHER_GRADIENTS.format("sync"))
+
     def settings(self, parallel: Parallel) -> Mapping[str, Any]:
         """Return the method as text."""
         return {"sync": None if self.method is None else str(self.method)}
@@ -140,6 +150,11 @@ class CompressionOptions(TechniqueOptions):
         """Refuse another compressor."""
         technique = existing.get(Compression)
         _refuse_other("compression", None if technique is None else technique.compressor, self.compressor, existing)
+
+    def check_comparison(self) -> None:
+        """Refuse a comparison with one process, whose gradients are others by design."""
+        if self.compressor is not None:
+            raise ValueError(_OTHER_GRADIENTS.format("compression"))
 
     def settings(self, parallel: Parallel) -> Mapping[str, Any]:
         """Return the compressor and its options as text."""

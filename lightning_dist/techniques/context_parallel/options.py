@@ -61,15 +61,16 @@ class ContextParallelOptions(TechniqueOptions):
 
     def techniques(self, build: Build) -> Iterator[Technique]:
         """Find where sequences can be split, or take over the plan of the module that this one is a copy of."""
-        if build.context is None:
+        group = build.groups.context
+        if group is None:
             return
         original = None if build.copied is None else build.copied.get(ContextParallel)
         keeps_split = build.layout.tp == build.layout.pp == 1  # These split logits, and pass on outputs, themselves.
         plan = (
             find_context_plan(
-                build.module, build.units, self.attention, build.steps.whole(), build.context, build.device, keeps_split
+                build.module, build.units, self.attention, build.steps.whole(), group, build.device, keeps_split
             )
             if original is None
             else original.plan
         )
-        yield ContextParallel(plan, build.context, build.mesh.device_type, self.split_evaluations)
+        yield ContextParallel(plan, group, build.mesh.device_type, self.split_evaluations)

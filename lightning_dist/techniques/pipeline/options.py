@@ -102,7 +102,7 @@ class PipelineOptions(TechniqueOptions):
         Raises:
             ValueError: If the number of microbatches does not fit the schedule.
         """
-        layout, stage_to_stage = build.layout, build.stage_to_stage
+        layout, stage_to_stage = build.layout, build.groups.stage_to_stage
         if layout.pp == 1 or stage_to_stage is None or not any(True for _ in build.module.parameters()):
             return
         known = SCHEDULES[self.schedule]

@@ -99,6 +99,17 @@ class Pipeline(RemoteParts, SavedState, Scheduled):
         self._paths: dict[object, KnownPaths] = {}
 
     @property
+    def stages_in_turn(self) -> StagesInTurn:
+        """Return the object that lets the stages work in turn.
+
+        Raises:
+            RuntimeError: If they work by a schedule.
+        """
+        if self.in_turn is None:
+            raise RuntimeError("The stages of this pipeline work by a schedule, and not in turn.")
+        return self.in_turn
+
+    @property
     def schedule(self) -> str:
         """Return the name of the schedule."""
         return self.config.schedule

@@ -36,8 +36,7 @@ class StepsInTurn(PipelinedSteps):
         self, module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing
     ) -> None:
         super().__init__(module, parallel, precision, tracing)
-        assert self._pipeline.in_turn is not None
-        self._in_turn = self._pipeline.in_turn
+        self._in_turn = self._pipeline.stages_in_turn
 
     @classmethod
     @override
