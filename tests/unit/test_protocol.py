@@ -47,7 +47,7 @@ def all_techniques(kind: type = Technique) -> Iterator[type]:
 
 def test_every_method_of_the_protocol_is_looked_up() -> None:
     methods = set.union(*map(methods_of, (Technique, *ROLES)))
-    assert vars(Points([])).keys() == methods
+    assert vars(Points([])).keys() == methods - {"copied_modules", "numel_in_float32"}  # Plugins call these.
     assert methods >= INSIDE_OUT
 
 
