@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager
 
 from lightning_dist.checkpoint import CheckpointError, file_system, find, read_whole, storage, verify, writer
 from lightning_dist.checkpoint.locate import storage_at
-from lightning_dist.plugins.strategies import checkpointed, mesh
+from lightning_dist.plugins.strategies import mesh, run_checkpoints
 from lightning_dist.run.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import GPT
@@ -511,7 +511,7 @@ def error_on_one_rank(folder: Path) -> None:
 
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointed, "AFTER_ERROR_S", 2.0)
+        patch.setattr(run_checkpoints, "AFTER_ERROR_S", 2.0)
         patch.setattr(mesh, "AFTER_ERROR_S", 2.0)
         try:
             callbacks = [OnExceptionCheckpoint(folder)]
@@ -541,7 +541,7 @@ def error_on_one_rank_is_caught(folder: Path) -> None:
                 raise ValueError("rank 1 alone")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointed, "AFTER_ERROR_S", 2.0)
+        patch.setattr(run_checkpoints, "AFTER_ERROR_S", 2.0)
         patch.setattr(mesh, "AFTER_ERROR_S", 2.0)
         with suppress(ValueError):
             make_trainer("full_shard", max_steps=5).fit(Raises())

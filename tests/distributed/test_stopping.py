@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_dist.checkpoint import find
 from lightning_dist.mesh.preemption import EXIT_STOPPED, TrainingStopped
 from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.strategies import checkpointed, launcher
+from lightning_dist.plugins.strategies import launcher, run_checkpoints
 from tests.distributed.test_exact_resume import Regression, fit
 from tests.distributed.test_saving import Slow
 from tests.launched import launch
@@ -216,7 +216,7 @@ def interrupted(folder: Path | None) -> tuple[Any, list[str]]:
     handler = signal.getsignal(signal.SIGINT)
     saves = [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointed, "rank_zero_info", texts.append)
+        patch.setattr(run_checkpoints, "rank_zero_info", texts.append)
         try:
             fit([CtrlC(), *saves], enable_checkpointing=folder is not None)
         except SystemExit as stop:
