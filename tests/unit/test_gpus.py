@@ -62,7 +62,7 @@ def test_a_gpu_that_two_processes_share_is_explained(
         set_global_rank=lambda rank: None, set_world_size=lambda size: None,
     )  # fmt: skip
     monkeypatch.setattr(CUDAAccelerator, "setup_device", lambda self, device: None)
-    monkeypatch.setattr(FullShardStrategy, "_trainer", SimpleNamespace(callbacks=[]))
+    monkeypatch.setattr(FullShardStrategy, "trainer", SimpleNamespace(callbacks=[]))
     monkeypatch.setattr(_compat, "init_process_group", init)
     monkeypatch.setattr(_compat, "set_rank_zero", lambda rank: None)
     with pytest.raises(expected) as caught:

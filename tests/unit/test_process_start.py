@@ -73,7 +73,7 @@ def test_device_and_flight_recorder_are_chosen_before_the_process_group_exists(
     monkeypatch.setattr(_compat, "init_process_group", init)
     monkeypatch.setattr(_compat, "set_rank_zero", lambda rank: None)
     trainer = SimpleNamespace(callbacks=[FaultTolerance(hang_timeout=hang_timeout)])
-    monkeypatch.setattr(FullShardStrategy, "_trainer", trainer)
+    monkeypatch.setattr(FullShardStrategy, "trainer", trainer)
     monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "")
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
