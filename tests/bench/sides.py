@@ -78,7 +78,9 @@ class SelfShardingGPT(UnloggedGPT):
 
 
 def _pipeline(schedule: str) -> Strategy:
-    return PipelineParallelStrategy(handwritten_pp.PP_SIZE, handwritten_pp.NUM_MICROBATCHES, schedule)
+    return PipelineParallelStrategy(
+        handwritten_pp.PP_SIZE, num_microbatches=handwritten_pp.NUM_MICROBATCHES, schedule=schedule
+    )
 
 
 def _model_parallel() -> Strategy:
