@@ -35,6 +35,7 @@ class ContextParallelStrategy(MeshStrategy):
         cp_size: int | None = None,
         dp_shard_size: int | None = None,
         dp_replicate_size: int | None = None,
+        *,
         ep_size: int | None = None,
         **kwargs: Any,
     ) -> None:

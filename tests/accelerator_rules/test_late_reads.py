@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_dist import DataParallelStrategy, FullShardStrategy
+from lightning_dist import DataParallelStrategy, FullShardStrategy, NDParallelStrategy
 from lightning_dist._compat import local_of
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.run.parity import whole_parameters
@@ -96,6 +96,27 @@ def choose(folder: Path) -> list[Any]:
 def test_optimizers_become_fused_where_torch_may_choose(simulated: WorkerPool, tmp_path: Path) -> None:
     for of_rank in simulated.run(choose, 2, tmp_path):
         assert of_rank == [True, None, False, None, True, True, 4.0]
+
+
+class TrainsOneStage(GPT):
+    """Train the last block alone, which is on one stage of a pipeline."""
+
+    def configure_optimizers(self) -> Any:
+        for name, param in self.named_parameters():
+            param.requires_grad_(name.startswith(f"model.blocks.{len(self.model.blocks) - 1}."))
+        return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-3)
+
+
+def choose_on_one_stage() -> bool:
+    strategy = NDParallelStrategy(2, dp_replicate_size=2, num_microbatches=2, compression="bf16")
+    trainer = make_trainer("auto", strategy=strategy, max_steps=2)
+    trainer.fit(TrainsOneStage())
+    return bool(trainer.optimizers[0].param_groups[0]["fused"])
+
+
+def test_ranks_agree_on_the_choice_although_one_stage_has_all_parameters(simulated: WorkerPool) -> None:
+    """A fused step exchanges nothing, so that ranks with other choices would wait for each other."""
+    assert simulated.run(choose_on_one_stage, 4) == [True] * 4
 
 
 class Clamped(GPT):
