@@ -265,6 +265,10 @@ def overflow(layout: str) -> tuple[list[bool], list[int], list[str]]:
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if batch_idx == 2 and self.trainer.global_rank == 1 else loss
 
+        def configure_optimizers(self) -> Any:
+            # With foreach given, it does not become fused on an accelerator, where it would skip later steps as well.
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=False)
+
     class Record(pl.Callback):
         before: Any = None
 
