@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -41,6 +42,8 @@ from lightning_dist.techniques.tensor_parallel import TensorParallelOptions, res
 from lightning_dist.techniques.tiling import TilingOptions
 
 __all__ = ["OPTIONS", "ParallelConfig", "check_change", "options_from", "parallelize", "register_options"]
+
+_Options = TypeVar("_Options", bound=TechniqueOptions)
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,17 @@ class ParallelConfig:
     arguments: Arguments = field(default_factory=lambda: options_from({}))
 
 
+class _MadeWith(NamedTuple):
+    """Hold what a module was made parallel with."""
+
+    config: ParallelConfig
+    layout: ParallelLayout
+    precision: PrecisionPolicy
+
+
+_made_with: WeakKeyDictionary[ParallelModule, _MadeWith] = WeakKeyDictionary()
+
+
 def parallelize(
     module: nn.Module,
     layout: ParallelLayout,
@@ -212,6 +226,7 @@ def parallelize(
     broadcast_weights(module)
     with _same_random_numbers(mesh):
         parallel = ParallelModule(module, units, techniques, build.sharding_mesh)
+    _made_with[parallel] = _MadeWith(config, layout, precision)
     original.record_changes()
     if layout.world_size == layout.dp_replicate:
         original.allow_copies(module)
@@ -237,22 +252,42 @@ def _same_random_numbers(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def check_change(
-    existing: ParallelModule, arguments: Arguments, layout: ParallelLayout, precision: PrecisionPolicy
+    existing: ParallelModule, config: ParallelConfig, layout: ParallelLayout, precision: PrecisionPolicy
 ) -> None:
-    """Check that a module that is parallel already has been made so by the same options.
+    """Check that a module that is parallel already has been made so by the same arguments.
 
     Args:
         existing: The module as an earlier call of :func:`parallelize` has made it.
-        arguments: The options of all techniques that are asked for now.
+        config: The options of all techniques that are asked for now.
         layout: The sizes of the mesh's axes that are asked for now.
         precision: The dtypes that are asked for now.
 
     Raises:
-        ValueError: If a technique would have to be changed, or other modules would run in float32.
+        ValueError: If an argument, the size of an axis or a dtype would have to be changed.
     """
     refuse_other_patterns(existing.module, precision.keep_fp32)
-    for options in arguments.options:
-        options.check_change(existing, layout)
+    before = _made_with[existing]
+    changes: list[tuple[str, Any, Any]] = [
+        ("layout", str(before.layout), str(layout)),
+        ("ep_size", before.layout.ep, layout.ep),
+        ("units", before.config.units, config.units),
+        ("param_dtype", before.precision.param_dtype, precision.param_dtype),
+        ("reduce_dtype", before.precision.reduce_dtype, precision.reduce_dtype),
+    ]
+    for now in config.arguments.options:
+        then = next((one for one in before.config.arguments.options if type(one) is type(now)), type(now)())
+        changes += _effective(now, layout).changes(_effective(then, layout), existing)
+    for name, value, wanted in changes:
+        if value != wanted:
+            raise ValueError(
+                f"An earlier Trainer has made this {type(existing.module).__name__} parallel with {name}={value}, which"
+                f" cannot be changed to {wanted}. Make a new one, and load the weights from a checkpoint."
+            )
+
+
+def _effective(options: _Options, layout: ParallelLayout) -> _Options:
+    """Return the options, or those by default if what was given has no effect."""
+    return type(options)() if options.without_effect(layout) else options
 
 
 def _refuse_dtensors(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_type_hints
 
 import torch
 from torch import nn
@@ -349,12 +349,29 @@ class TechniqueOptions:
         """Return a sentence that says which arguments have no effect with these sizes, and why; "" if all have one."""
         return ""
 
-    def check_change(self, existing: Parallel, layout: ParallelLayout) -> None:
-        """Refuse these options for a module that an earlier Trainer has made parallel with others.
+    def chosen(self, parallel: Parallel) -> Mapping[str, Any]:
+        """Return what the technique has chosen for arguments that leave it open by their defaults.
 
-        Raises:
-            ValueError: If the technique cannot be changed.
+        Args:
+            parallel: The parallel module, whose techniques are built.
         """
+        return {}
+
+    def changes(self, before: Self, parallel: Parallel) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the arguments that ask for something else than a module was made parallel with.
+
+        Args:
+            before: The options with which it was made parallel.
+            parallel: The parallel module, whose techniques are built.
+
+        Returns:
+            Iterator over the arguments' names, values before and values now.
+        """
+        chosen, given = before.chosen(parallel), self.given()
+        for name in self.names():
+            then, now = chosen.get(name, getattr(before, name)), getattr(self, name)
+            if then != now and (name in given or name not in chosen):
+                yield name, then, now
 
     def check_comparison(self) -> None:
         """Refuse a comparison of the first steps with those of one process.

@@ -74,16 +74,10 @@ class ModuleBuilder:
 
     def _take_over(self, existing: ParallelModule) -> None:
         """Check that an earlier Trainer has made the module parallel in the same way, and use its precision again."""
-        host, module = self._host, existing.module
-        wanted = host.layout.sharding_mesh(host.groups.mesh, host.config.arguments.lets_replicas_differ)
-        if existing.mesh != wanted:
-            raise MisconfigurationException(
-                f"This {type(module).__name__} is sharded over {existing.mesh} by an earlier Trainer, and cannot be"
-                f" sharded over {wanted} as well. Make a new one, and load the weights from a checkpoint."
-            )
+        host = self._host
         with as_misconfiguration():
-            check_change(existing, host.config.arguments, host.layout, host.precision_policy)
-        use_precision_again(module, host.precision_plugin)
+            check_change(existing, host.config, host.layout, host.precision_policy)
+        use_precision_again(existing.module, host.precision_plugin)
 
     def _convert(self, module: LightningModule, plugin: Precision) -> None:
         """Let the precision plugin convert the module, and refuse dtypes that the device or the backend lacks."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dist import ContextParallelStrategy, FullShardStrategy
+from lightning_dist import ContextParallelStrategy
 from lightning_dist.techniques.context_parallel import ContextParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_tensor_parallel import AtStart, Watching
@@ -97,32 +97,6 @@ def fit_compiled(compiles: bool) -> Weights:
 
 def test_compiled_blocks_compute_the_same(pool: WorkerPool) -> None:
     assert_same(pool.run(fit_compiled, 4, True)[0], pool.run(fit_compiled, 4, False)[0])
-
-
-def fit_twice(kwargs: dict[str, Any] | None) -> tuple[str, str]:
-    """Fit a model by one strategy and then by others, and return the errors of the latter."""
-    model = build("gpt")
-    fit(model, ContextParallelStrategy(2, attention="all_gather"), max_steps=1)
-    again = ContextParallelStrategy(2, attention="all_gather")
-    other = FullShardStrategy() if kwargs is None else ContextParallelStrategy(2, **kwargs)
-    return (
-        refused(model, strategy=again, precision="64-true", max_steps=2),
-        refused(model, strategy=other, precision="64-true", max_steps=3),
-    )
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error"),
-    [
-        (None, "with (2, 'all_gather') as cp_size and attention, and cannot be with"),
-        ({"attention": "ulysses"}, "with (2, 'all_gather') as cp_size and attention, and cannot be with"),
-        ({"attention": "all_gather", "split_evaluations": True}, "split_evaluations=False, which cannot be changed"),
-    ],
-)
-def test_a_later_trainer_must_split_sequences_in_the_same_way(pool: WorkerPool, kwargs: Any, error: str) -> None:
-    for same, other in pool.run(fit_twice, 4, kwargs):
-        assert same == "no error"
-        assert error in other
 
 
 class Bytes(pl.Callback):

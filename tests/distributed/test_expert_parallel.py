@@ -606,15 +606,3 @@ def test_a_plan_says_which_experts_are_split_over_tp(pool: WorkerPool) -> None:
         assert sizes == [4 * 24 * 16, 24 * 16]
         assert "experts (user): blocks.*.experts" in table
         assert "replicate (user; as the plan says): blocks.*.experts" in table
-
-
-def train_twice() -> list[str]:
-    model = PlainMixture()
-    make_trainer("auto", strategy=FullShardStrategy(ep_size=2), max_steps=1).fit(model)
-    return [refused(model, strategy=FullShardStrategy(ep_size=size), max_steps=2) for size in (2, 4)]
-
-
-def test_a_later_trainer_must_distribute_experts_in_the_same_way(pool: WorkerPool) -> None:
-    for same, other in pool.run(train_twice, 4):
-        assert same == "no error"
-        assert "with ep_size=2, which cannot be changed to 4" in other

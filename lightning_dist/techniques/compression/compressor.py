@@ -193,6 +193,13 @@ class Compressor(ABC):
     def __str__(self) -> str:
         return type(self).__name__.lower()
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other compressor is of the same class and has the same arguments."""
+        return isinstance(other, Compressor) and type(self) is type(other) and self.arguments == other.arguments
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the compressor's name and its arguments as plain values."""

@@ -83,11 +83,6 @@ class SyncOptions(TechniqueOptions):
                 " one optimizer that Lightning calls. Use LocalSGD, or automatic optimization."
             )
 
-    def check_change(self, existing: Parallel, layout: ParallelLayout) -> None:
-        """Refuse another method."""
-        technique = existing.get(LocalUpdates)
-        _refuse_other("sync", None if technique is None else technique.method, self.method, existing)
-
     def check_comparison(self) -> None:
         """Refuse a comparison with one process, whose gradients are others by design."""
         if self.method is not None:
@@ -146,11 +141,6 @@ class CompressionOptions(TechniqueOptions):
                 " error_feedback=False."
             )
 
-    def check_change(self, existing: Parallel, layout: ParallelLayout) -> None:
-        """Refuse another compressor."""
-        technique = existing.get(Compression)
-        _refuse_other("compression", None if technique is None else technique.compressor, self.compressor, existing)
-
     def check_comparison(self) -> None:
         """Refuse a comparison with one process, whose gradients are others by design."""
         if self.compressor is not None:
@@ -174,14 +164,4 @@ def _refuse_experts(asked: str, layout: ParallelLayout) -> None:
         raise ValueError(
             f"{asked} with ep_size={layout.ep}: a checkpoint cannot hold what replicas remember about experts that are"
             " distributed. Leave it out, or use ep_size=1."
-        )
-
-
-def _refuse_other(
-    name: str, before: Compressor | SyncMethod | None, after: Compressor | SyncMethod | None, existing: Parallel
-) -> None:
-    if (before and before.arguments) != (after and after.arguments):
-        raise ValueError(
-            f"An earlier Trainer has made this {type(existing.module).__name__} parallel with {name}={before}, which"
-            f" cannot be changed to {after}. Make a new one, and load the weights from a checkpoint."
         )

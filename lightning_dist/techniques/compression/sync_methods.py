@@ -76,6 +76,13 @@ class SyncMethod(ABC):
         start = f", every step until {self.start_step}" if self.start_step else ""
         return f"{type(self).__name__} every {self.inner_steps} steps{start}"
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other method is of the same class and has the same arguments."""
+        return isinstance(other, SyncMethod) and type(self) is type(other) and self.arguments == other.arguments
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the method's name and its arguments as plain values."""

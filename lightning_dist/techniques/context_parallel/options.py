@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.techniques.context_parallel.context_parallel import ContextParallel
@@ -42,22 +43,10 @@ class ContextParallelOptions(TechniqueOptions):
             return ""
         return f"attention={self.attention!r} has no effect: cp_size is 1, so that no sequence is split."
 
-    def check_change(self, existing: Parallel, layout: ParallelLayout) -> None:
-        """Refuse other parts of sequences, or other attention."""
-        split, module = existing.get(ContextParallel), type(existing.module).__name__
-        wanted = (layout.cp, self.attention if layout.cp > 1 else "auto")
-        found = (1, "auto") if split is None else (split.num_ranks, split.plan.attention)
-        if wanted[0] != found[0] or wanted[1] not in ("auto", found[1]):
-            raise ValueError(
-                f"This {module} is made parallel by an earlier Trainer with {found} as cp_size and attention, and"
-                f" cannot be with {wanted} as well. Make a new one, and load the weights from a checkpoint."
-            )
-        if split is not None and split.splits_evaluations != self.split_evaluations:
-            raise ValueError(
-                f"An earlier Trainer has made this {module} parallel with split_evaluations={split.splits_evaluations},"
-                f" which cannot be changed to {not split.splits_evaluations}. Make a new one, and load the weights from"
-                " a checkpoint."
-            )
+    def chosen(self, parallel: Parallel) -> Mapping[str, Any]:
+        """Return the kind of attention."""
+        split = parallel.get(ContextParallel)
+        return {} if split is None else {"attention": split.plan.attention}
 
     def techniques(self, build: Build) -> Iterator[Technique]:
         """Find where sequences can be split, or take over the plan of the module that this one is a copy of."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.techniques.expert_parallel.expert_parallel import ExpertParallel
 from lightning_dist.techniques.expert_parallel.planner import ExpertPlan, find_expert_plan
 from lightning_dist.techniques.options import Build, TechniqueOptions, argument
-from lightning_dist.techniques.protocol import Parallel
 
 __all__ = ["ExpertOptions"]
 
@@ -43,20 +41,6 @@ class ExpertOptions(TechniqueOptions):
             f"expert_capacity={self.expert_capacity} has no effect: ep_size and tp_size are 1, so that no experts are"
             " distributed."
         )
-
-    def check_change(self, existing: Parallel, layout: ParallelLayout) -> None:
-        """Refuse another distribution of experts, or another capacity."""
-        distributed = existing.get(ExpertParallel)
-        found = {
-            "ep_size": (1 if distributed is None else distributed.num_ranks, layout.ep),
-            "expert_capacity": (None if distributed is None else distributed.capacity, self.expert_capacity),
-        }
-        for name, (before, after) in found.items():
-            if before != after and (distributed is not None or name == "ep_size"):
-                raise ValueError(
-                    f"An earlier Trainer has made this {type(existing.module).__name__} parallel with {name}={before},"
-                    f" which cannot be changed to {after}. Make a new one, and load the weights from a checkpoint."
-                )
 
     def plan(self, build: Build, styles: dict[str, str]) -> ExpertPlan:
         """Return the plan by which experts are distributed over ``ep`` and ``tp``.

@@ -70,21 +70,13 @@ class PipelineOptions(TechniqueOptions):
             " Use accumulate_grad_batches for smaller batches."
         )
 
-    def check_change(self, existing: Parallel, layout: ParallelLayout) -> None:
-        """Refuse other stages."""
-        pipeline = existing.get(Pipeline)
-        was = None if pipeline is None else pipeline.config
-        is_cut = layout.pp > 1 and any(True for _ in existing.module.parameters())
-        stages_per_rank = self.virtual_stages or SCHEDULES[self.schedule].virtual_stages
-        wanted = (layout.pp, self.schedule, stages_per_rank) if is_cut else None
-        found = None if was is None else (was.pp_size, was.schedule, was.stages_per_rank)
-        other_number = was is not None and is_cut and self.num_microbatches not in (None, was.num_microbatches)
-        if wanted != found or other_number:
-            raise ValueError(
-                f"This {type(existing.module).__name__} is cut into stages by an earlier Trainer, with {found} as"
-                f" pp_size, schedule and virtual_stages, and cannot be cut as {wanted} as well. Make a new one, and"
-                " load the weights from a checkpoint."
-            )
+    def chosen(self, parallel: Parallel) -> Mapping[str, Any]:
+        """Return the numbers of microbatches and of stages on a rank."""
+        pipeline = parallel.get(Pipeline)
+        if pipeline is None:
+            return {}
+        config = pipeline.config
+        return {"num_microbatches": config.num_microbatches, "virtual_stages": config.stages_per_rank}
 
     def settings(self, parallel: Parallel) -> Mapping[str, Any]:
         """Return the schedule, and the numbers of microbatches and stages that were chosen."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.techniques.options import Arguments, Build, Run, TechniqueOptions
-from lightning_dist.techniques.protocol import Parallel, Technique
+from lightning_dist.techniques.protocol import Technique
 from lightning_dist.techniques.tiling.planner import find_tiling_plan
 from lightning_dist.techniques.tiling.tiling import Tiling
 
@@ -44,18 +43,6 @@ class TilingOptions(TechniqueOptions):
                 f"{run.strategy} with {name}={size} and tp_size={run.layout.tp}: layers that are split over ranks do"
                 f" not work tile by tile. Use tp_size=1, or leave {name} out: {instead[name]} splits the same tensors"
                 " over tp."
-            )
-
-    def check_change(self, existing: Parallel, layout: ParallelLayout) -> None:
-        """Refuse other tiles."""
-        tiling = existing.get(Tiling)
-        found = (None, None) if tiling is None else (tiling.mlp, tiling.loss)
-        wanted = (self.tiled_mlp, self.tiled_loss)
-        if found != wanted:
-            raise ValueError(
-                f"This {type(existing.module).__name__} is made parallel by an earlier Trainer with {found} as"
-                f" tiled_mlp and tiled_loss, and cannot be with {wanted} as well. Make a new one, and load the weights"
-                " from a checkpoint."
             )
 
     def techniques(self, build: Build) -> Iterator[Technique]:

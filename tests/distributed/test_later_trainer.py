@@ -1,0 +1,95 @@
+"""Test that a module which an earlier Trainer has made parallel is used as a later one asks, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_dist import NDParallelStrategy
+from lightning_dist.compression import DiLoCo
+from tests.distributed.fit import make_trainer, refused
+from tests.models import build
+from tests.pool import WorkerPool
+
+SHARDED = {"dp_shard_size": 2}
+CONTEXT = {"cp_size": 2, "attention": "all_gather"}
+STAGES = {"pp_size": 2, "num_microbatches": 2}
+REPLICAS = {"dp_replicate_size": 2}
+
+
+def fit_and_fit_again(before: dict[str, Any], *later: dict[str, Any]) -> list[str]:
+    """Fit a model by one strategy and then by each of others, and return the errors of the latter."""
+    model = build("gpt")
+
+    def strategy(arguments: dict[str, Any]) -> dict[str, Any]:
+        arguments = dict(arguments)
+        precision = arguments.pop("precision", "32-true")
+        return {"strategy": NDParallelStrategy(**arguments), "precision": precision}
+
+    make_trainer("auto", **strategy(before), max_steps=1).fit(model)
+    return [refused(model, **strategy(arguments), max_steps=2 + k) for k, arguments in enumerate(later)]
+
+
+@pytest.mark.parametrize(
+    ("before", "later"),
+    [
+        (SHARDED, {"offload": "optimizer"}),
+        (SHARDED, {"activation_checkpointing": "full"}),
+        (SHARDED, {"compile": "eager"}),
+        (SHARDED, {"check_replicas_every_n_steps": 2}),
+        (SHARDED, {"min_num_params": 7}),
+        (SHARDED, {"reshard_after_forward": False}),
+        (SHARDED, {"tiled_mlp": 2}),
+        (SHARDED, {"step_in_backward": True}),
+        (SHARDED, {"units": ["Block"]}),
+        (REPLICAS, {"compression": "bf16"}),
+        (REPLICAS, {"sync": DiLoCo(inner_steps=2)}),
+        ({**REPLICAS, "sync": DiLoCo(inner_steps=2)}, {"sync": DiLoCo(inner_steps=3)}),
+        (CONTEXT, {"attention": "ulysses"}),
+        (CONTEXT, {"split_evaluations": True}),
+        (STAGES, {"num_microbatches": 4}),
+        (STAGES, {"schedule": "gpipe"}),
+        ({"tp_size": 2}, {"plan": {"blocks.0.mlp.0": "replicate"}}),
+        ({"tp_size": 2}, {"sequence_parallel": False}),
+    ],
+)
+def test_each_argument_must_be_that_of_the_earlier_trainer(
+    pool: WorkerPool, before: dict[str, Any], later: dict[str, Any]
+) -> None:
+    (name,) = later
+    for same, other in pool.run(fit_and_fit_again, 2, before, before, {**before, **later}):
+        assert same == "no error"
+        assert "An earlier Trainer has made this GPT" in other
+        assert f" parallel with {name}=" in other
+        assert "which cannot be changed to" in other
+
+
+@pytest.mark.parametrize(
+    ("before", "later", "error"),
+    [
+        (SHARDED, {"tp_size": 2}, "layout=dp_replicate 1 x dp_shard 2, which cannot be changed to dp_replicate 1 x"),
+        (SHARDED, {**SHARDED, "precision": "bf16-mixed"}, "param_dtype=None, which cannot be changed to torch.bfloat"),
+        ({**SHARDED, "offload": "params"}, SHARDED, "offload=params, which cannot be changed to None"),
+    ],
+)
+def test_layouts_precisions_and_what_is_left_out_are_compared_as_well(
+    pool: WorkerPool, before: dict[str, Any], later: dict[str, Any], error: str
+) -> None:
+    for (found,) in pool.run(fit_and_fit_again, 2, before, later):
+        assert error in found
+
+
+def test_what_an_earlier_trainer_has_chosen_may_be_left_open_or_named(pool: WorkerPool) -> None:
+    for errors in pool.run(
+        fit_and_fit_again, 2, {"cp_size": 2}, {"cp_size": 2, "attention": "ulysses"}, {"cp_size": 2}
+    ):
+        assert errors == ["no error"] * 2
+    named = {**STAGES, "virtual_stages": 1}
+    for errors in pool.run(fit_and_fit_again, 2, {"pp_size": 2, "num_microbatches": 2}, named, {"pp_size": 2}):
+        assert errors == ["no error"] * 2
+
+
+def test_arguments_without_effect_may_change(pool: WorkerPool) -> None:
+    for errors in pool.run(fit_and_fit_again, 2, REPLICAS, {**REPLICAS, "reshard_after_forward": False}):
+        assert errors == ["no error"]
