@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_dist import _compat
+from lightning_dist.parameters.forms import SameRequiresGrad, put_into_memory
 from lightning_dist.parameters.on_use import GatheredOnUse
 
 __all__ = ["LocalParts"]
@@ -30,8 +31,7 @@ class LocalParts:
         self._divisor = divisor
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._stand_ins: dict[nn.Parameter, Tensor] = {}
-        # _requires_grad holds the last value of requires_grad that a parameter and its part had in common.
-        self._requires_grad: dict[nn.Parameter, bool] = {}
+        self._requires_grad: dict[nn.Parameter, SameRequiresGrad] = {}
 
     def part_of(self, whole: nn.Parameter) -> nn.Parameter:
         """Return this rank's part of ``whole``, a DTensor; it requires a gradient if ``whole`` does."""
@@ -42,19 +42,14 @@ class LocalParts:
                 part = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
             if part.requires_grad:
                 part.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole, self._divisor))  # type: ignore[no-untyped-call]
-            self._parts[whole] = part
-        self.take_requires_grad(whole)
-        if part.requires_grad != whole.requires_grad:
-            part.requires_grad_(whole.requires_grad)
-        self._requires_grad[whole] = whole.requires_grad
+            self._parts[whole], self._requires_grad[whole] = part, SameRequiresGrad()
+        self._requires_grad[whole].copy_to(part, whole)
         return part
 
     def take_requires_grad(self, whole: nn.Parameter) -> None:
         """Copy ``requires_grad`` from the part of ``whole`` to ``whole``, if a step has changed it on the part."""
-        before = self._requires_grad.get(whole)
-        if before is not None and self._parts[whole].requires_grad != before and whole.requires_grad == before:
-            whole.requires_grad_(not before)
-            self._requires_grad[whole] = not before
+        if whole in self._parts:
+            self._requires_grad[whole].take_from(self._parts[whole], whole)
 
     def gathered_on_use(self, whole: nn.Parameter) -> Tensor:
         """Return a tensor with all elements of ``whole``, whose gradients are the same on all ranks.
@@ -88,13 +83,8 @@ class LocalParts:
         Returns:
             Whether the part was replaced.
         """
-        part, memory = self._parts.get(whole), _compat.local_of(whole)
-        if part is None or part.data_ptr() == memory.data_ptr():
-            return False
-        with torch.inference_mode(False):
-            memory.data.copy_(part.detach())  # The graph was computed with these values: the version must not change.
-            part.data = memory.detach()
-        return True
+        part = self._parts.get(whole)
+        return part is not None and put_into_memory(part, _compat.local_of(whole))
 
     def follow_memory(self, whole: nn.Parameter) -> None:
         """Let the part of ``whole`` share the memory of ``whole`` again, which ``module.to(...)`` may have replaced."""

@@ -18,6 +18,7 @@ from lightning_dist._compat import call_post_accumulate_hooks, local_of, move_ho
 from lightning_dist.mesh.flag_agreement import FlagAgreement
 from lightning_dist.model.units import Unit
 from lightning_dist.parameters.accumulated_gradients import AccumulatedGradients
+from lightning_dist.parameters.forms import SameRequiresGrad, put_into_memory
 from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.techniques.protocol import Parallel, ParameterForms
 
@@ -105,8 +106,7 @@ class ScalarGroup(ParameterGroup):
             dtensor = DTensor.from_local(local, parameter_mesh, self._placements, run_check=False)
             self._replicated.append(nn.Parameter(dtensor, param.requires_grad))
             move_hooks(param, self._replicated[-1])
-        self._requires_grad: list[bool] = []
-        """The last values of ``requires_grad`` that both forms had in common; empty outside of steps."""
+        self._requires_grad = [SameRequiresGrad() for _ in self._whole]
         self._put(self._replicated)
 
     @property
@@ -144,23 +144,20 @@ class ScalarGroup(ParameterGroup):
             self._is_gathered = True
         self.copy_requires_grad()
 
-    @torch.no_grad()
     def write_back(self) -> None:
         """Copy values that a step has assigned by ``param.data = ...`` into the parameters.
 
         Nothing else needs to be copied, because all other changes are made in the memory of the parameters.
         """
         for whole, replicated in zip(self._whole, self._replicated, strict=True):
-            local = local_of(replicated)
-            if whole.data_ptr() != local.data_ptr():
-                local.copy_(whole)
-                whole.data = local.detach()
+            put_into_memory(whole, local_of(replicated))
 
     def free(self) -> None:
         """Put the DTensors back into the modules."""
         if self._is_gathered:
             self.write_back()
-            self._take_requires_grad()
+            for same, whole, replicated in zip(self._requires_grad, self._whole, self._replicated, strict=True):
+                same.take_from(whole, replicated)
             self._put(self._replicated)
             self._is_gathered = False
 
@@ -169,17 +166,9 @@ class ScalarGroup(ParameterGroup):
 
         If a step has set ``requires_grad`` of a plain tensor, it is copied to the DTensor instead.
         """
-        self._take_requires_grad()
-        for whole, replicated in zip(self._whole, self._replicated, strict=True):
-            whole.requires_grad_(replicated.requires_grad)
+        for same, whole, replicated in zip(self._requires_grad, self._whole, self._replicated, strict=True):
+            same.copy_to(whole, replicated)
             share_hooks(replicated, whole)
-        self._requires_grad = [replicated.requires_grad for replicated in self._replicated]
-
-    def _take_requires_grad(self) -> None:
-        for whole, replicated, before in zip(self._whole, self._replicated, self._requires_grad, strict=False):
-            if whole.requires_grad != before and replicated.requires_grad == before:
-                replicated.requires_grad_(whole.requires_grad)
-        self._requires_grad = []
 
     def drop_cleared(self) -> None:
         """Drop the accumulated gradients that the step has cleared."""
