@@ -8,9 +8,9 @@ parts of the sequence must be those of the original block on the whole sequence.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from lightning_dist.techniques.context_parallel.tokens import Tokens
 from lightning_dist.techniques.context_parallel.trial import Trial
 from lightning_dist.techniques.options import FirstStep
 from lightning_dist.tracing.block_trial import kind_of_block
+from lightning_dist.tracing.planning import OncePerKind, first_that_fits
 from lightning_dist.tracing.step_graph import Dataflow, argument_of, find_chains, hidden_key, record_step
 from lightning_dist.tracing.step_graph.dataflow import Call
 from lightning_dist.tracing.users_hooks import hooked_inside, hooked_modules
@@ -130,8 +131,8 @@ class _Finder:
         self._why_not = why_not
         self._group = group
         self._device = device
-        self._calls = {call.name: call for call in reversed(flow.calls)}
-        self._answers: dict[object, SplitBlock | str] = {}
+        self._calls = flow.first_calls()
+        self._answers = OncePerKind[tuple[SplitBlock | None, str]]()
 
     def plan(self, attention: str, keeps_split: bool) -> ContextPlan:
         if not self._flow.attention:
@@ -208,7 +209,7 @@ class _Finder:
             SequenceSplitError: If it does not compute the same on parts of the sequence.
         """
         block, call, used = self._blocks[name], self._calls[name], self._flow.used_later.get(name, set())
-        if sum(call.name == name for call in self._flow.calls) > 1:
+        if self._flow.runs_again(name):
             raise self._error(f"{self._kind(name)} runs more than once in a step")
         if any(getattr(module, "gradient_checkpointing", False) for module in block.modules()):
             raise self._error(
@@ -217,32 +218,32 @@ class _Finder:
             )
         if any(isinstance(module, NORM) for module in block.modules()):
             raise self._error(f"{self._kind(name)} has a norm whose statistics are over all tokens")
-        if functions := self._flow.leaks.get(name):
+        if functions := self._flow.uses_of_leaks(name):
             raise self._error(
-                f"the step uses a value (in {_some(functions)}) that {self._kind(name)} computes but does not return,"
+                f"the step uses a value (in {functions}) that {self._kind(name)} computes but does not return,"
                 " such as an attribute or what a hook has kept: each rank would compute it from its own tokens only"
             )
         if any(index > 0 for index in used):
             raise self._error(f"other code uses more of what {self._kind(name)} returns than the hidden states")
-        kind = kind_of_block(block, call, used)
-        if kind not in self._answers:
-            self._answers[kind] = self._tried(name, attention)
-        answer = self._answers[kind]
-        if isinstance(answer, str):
-            raise self._error(f"{self._kind(name)}: {answer}")
-        return answer
+        split, why_not = self._answers.of(kind_of_block(block, call, used), lambda: self._tried(name, attention))
+        if split is None:
+            raise self._error(f"{self._kind(name)}: {why_not}")
+        return split
 
-    def _tried(self, name: str, attention: str) -> SplitBlock | str:
-        """Return how the arguments of a block are split so that it computes the same, or why they cannot be."""
+    def _tried(self, name: str, attention: str) -> tuple[SplitBlock | None, str]:
+        """Return how the arguments of a block are split so that it computes the same; else None and the reason."""
         call = self._calls[name]
         trial = Trial(self._blocks[name], call, self._group, self._device)
         if trial.error:
-            return f"it could not be tried: {trial.error}"
-        first = ""
-        for split in self._candidates(name, call):
-            length = argument_of(call, split.hidden).size(split.dim)
-            if Tokens(length, self._group, is_balanced=attention == "all_gather").are_too_few:
-                return f"the {length} tokens of the first batch are too few to find how it can be split"
+            return None, f"it could not be tried: {trial.error}"
+        candidates = self._candidates(name, call)
+        likeliest = next(candidates, None)
+        if likeliest is not None and (too_few := self._too_few_tokens(call, likeliest, attention)):
+            return None, too_few
+
+        def attempt(split: SplitBlock) -> tuple[SplitBlock, str]:
+            if too_few := self._too_few_tokens(call, split, attention):
+                return split, too_few
             error = trial.difference(split, attention)
             found = replace(split, num_positions=trial.num_positions, kinds=trial.kinds)
             for index in self._doubtful(call, found, attention):
@@ -251,10 +252,19 @@ class _Finder:
                     found, error = replace(found, kinds=kinds), ""
             if not error and name in self._flow.attention and AttentionKind.ALL not in (found.kinds or ()):
                 error = "its attention sees whole sequences, so that not the tokens were split"
-            if not error:
-                return found
-            first = first or error
-        return self._explain(name, first)
+            return found, error
+
+        fitting, why_not = first_that_fits(
+            itertools.chain(() if likeliest is None else (likeliest,), candidates), attempt
+        )
+        return fitting, "" if fitting is not None else self._explain(name, why_not)
+
+    def _too_few_tokens(self, call: Call, split: SplitBlock, attention: str) -> str:
+        """Return an error if the recorded call has too few tokens for a trial; empty: it has enough."""
+        length = argument_of(call, split.hidden).size(split.dim)
+        tokens = Tokens(length, self._group, is_balanced=attention == "all_gather")
+        too_few = f"the {length} tokens of the first batch are too few to find how it can be split"
+        return too_few if tokens.are_too_few else ""
 
     def _doubtful(self, call: Call, split: SplitBlock, attention: str) -> list[int]:
         """Return which attentions may have whole keys that are by chance as many as a rank's tokens.
@@ -312,15 +322,10 @@ class _Finder:
                 by_shape = set(zip(shapes, numbers, strict=True))
                 return len(by_shape) - len(set(shapes)), sum(number for _, number in by_shape)
 
-            likely = sorted(product(*(range(len(each)) for each in choices)), key=likelihood)
+            likely = sorted(itertools.product(*(range(len(each)) for each in choices)), key=likelihood)
             for numbers in likely[:MAX_TRIES]:
                 chosen = [each[number] for each, number in zip(choices, numbers, strict=True)]
                 yield SplitBlock(key, dim, dict(zip(places, chosen, strict=True)))
-
-
-def _some(functions: Collection[str]) -> str:
-    """Return the first functions by name, for an error."""
-    return ", ".join(sorted(functions)[:3])
 
 
 def _tensors_of(call: Call) -> Iterator[tuple[tuple[int | str, int], Tensor]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dist import _compat
 from lightning_dist.model.experts import looks_like_experts
+from lightning_dist.tracing.planning import OncePerKind, first_that_fits
 
 __all__ = ["ExpertPlan", "find_expert_plan"]
 
@@ -79,7 +80,7 @@ def find_expert_plan(
     forms: dict[str, Form] = {}
     left, replicated = dict[str, str](), dict[str, str]()
     over_tp: set[str] = set()
-    tried: dict[Any, Form | str] = {}
+    tried = OncePerKind[tuple[Form | None, str]]()
     num_holders = Counter(id(param) for owner in root.modules() for param in _compat.own_parameters(owner).values())
     for name, module in candidates.items():
         if styles.get(name, "experts") != "experts":
@@ -90,10 +91,9 @@ def find_expert_plan(
             left[name] = reason
             continue
         kind = type(module), tuple((key, param.shape) for key, param in module.named_parameters())
-        if kind not in tried:
-            tried[kind] = _try(module, device)
-        if (result := tried[kind]) not in ("routed", "dense"):
-            left[name] = result
+        form, why_not = tried.of(kind, lambda: _try(module, device))  # noqa: B023
+        if form is None:
+            left[name] = why_not
             continue
         number = cast(int, module.num_experts)
         _refuse_unequal(name, module, number, ep)
@@ -102,7 +102,7 @@ def find_expert_plan(
         elif ep == 1:
             left[name] = f"its {number} experts do not divide by tp_size={tp}"
             continue
-        forms[name] = result
+        forms[name] = form
     _refuse_left(root, forms, left, styles, f"ep_size={ep}" if ep > 1 else f"tp_size={tp}", is_strict)
     if not forms and ep > 1:
         raise _no_experts(root, ep)
@@ -179,22 +179,29 @@ def _unfit(module: nn.Module, num_holders: Counter[int]) -> str | None:
     return None
 
 
-def _try(module: nn.Module, device: torch.device) -> Form | str:
-    """Return the form of a module whose experts compute alone what they compute together; else, why they do not."""
+def _try(module: nn.Module, device: torch.device) -> tuple[Form | None, str]:
+    """Return the form of a module whose experts compute alone what they compute together; else None and why not."""
     number = len(inspect.signature(type(module).forward).parameters) - 1
     if number not in (1, 3):
-        return f"its forward takes {number} arguments, and not tokens, the indices of their experts, and their weights"
-    form: Form = "routed" if number == 3 else "dense"
-    try:
-        difference = _difference(module, form, device)
-    except Exception as error:  # A module of a user may do anything.
-        text = str(error).strip().split("\n")[0]
-        return f"one expert cannot compute alone ({type(error).__name__}: {text})"
-    if difference is None:
-        return "it does not return one output for each token, of the shape of the tokens"
-    if not difference <= _TOLERANCE:
-        return f"one expert alone does not compute what it computes among several (difference {difference:.1e})"
-    return form
+        return None, (
+            f"its forward takes {number} arguments, and not tokens, the indices of their experts, and their weights"
+        )
+
+    def attempt(form: Form) -> tuple[Form, str]:
+        try:
+            difference = _difference(module, form, device)
+        except Exception as error:  # A module of a user may do anything.
+            text = str(error).strip().split("\n")[0]
+            return form, f"one expert cannot compute alone ({type(error).__name__}: {text})"
+        if difference is None:
+            return form, "it does not return one output for each token, of the shape of the tokens"
+        if not difference <= _TOLERANCE:
+            why_not = "one expert alone does not compute what it computes among several"
+            return form, f"{why_not} (difference {difference:.1e})"
+        return form, ""
+
+    candidates: list[Form] = ["routed" if number == 3 else "dense"]
+    return first_that_fits(candidates, attempt)
 
 
 @torch.no_grad()

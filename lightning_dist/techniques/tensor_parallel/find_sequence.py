@@ -54,7 +54,7 @@ class SequenceFinder:
         self._num_ranks = num_ranks
         self._sharing = sharing
         self._difference = difference
-        self._calls = {call.name: call for call in reversed(dataflow.calls)}
+        self._calls = dataflow.first_calls()
 
     def find(
         self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]

@@ -115,7 +115,7 @@ def innermost_around(names: Iterable[str], among: Mapping[str, object]) -> str:
 
 def _groups(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Iterator[LayerGroup]:
     layers = {name: linear_layer(root.get_submodule(name)) for name in dataflow.called}
-    calls = {call.name: call for call in reversed(dataflow.calls)}
+    calls = dataflow.first_calls()
     rows = {name for name in dataflow.residual if layers.get(name) is not None}
     for row in sorted(rows):
         found = dataflow.input_sources[row] - BATCH

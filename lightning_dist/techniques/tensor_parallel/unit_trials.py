@@ -17,6 +17,7 @@ from lightning_dist.techniques.tensor_parallel.infer import LayerGroup
 from lightning_dist.techniques.tensor_parallel.plan import Entry, Plan, PlanError, SplitHeads, SplitSequence
 from lightning_dist.techniques.tensor_parallel.trial import BLOCK, Trial
 from lightning_dist.tracing.block_trial import kind_of_block
+from lightning_dist.tracing.planning import OncePerKind, first_that_fits
 from lightning_dist.tracing.step_graph import Dataflow
 from lightning_dist.tracing.step_graph.dataflow import Call
 
@@ -100,14 +101,14 @@ class UnitTrials:
         self._num_shards = num_shards
         self._is_strict = is_strict
         self._note = note
-        self._trials: dict[object, Trial] = {}
-        self._answers: dict[object, str] = {}
+        self._trials = OncePerKind[Trial]()
+        self._answers = OncePerKind[str]()
         self._impossible: set[str] = set()  # These are the errors of splits that could not even be tried.
         self._units: dict[str, nn.Module] = {}
         self.calls: dict[str, Call] = {}
         """The first call of each module in the recorded step, by the module's name."""
         if dataflow is not None:
-            self.calls = {call.name: call for call in reversed(dataflow.calls)}
+            self.calls = dataflow.first_calls()
         self.kept = PartialPlan({})
         """The part of the plan that has passed its trials so far."""
 
@@ -145,20 +146,16 @@ class UnitTrials:
             return tried
         kept = self._tried_of_given(name, given)
         for group in groups:
-            first = ""
-            for candidate in _candidates(group):
-                tried, error = self._try_sizes(name, kept.joined(candidate))
-                first = first or error
-                if not error:
-                    kept = tried
-                    break
-            else:
-                if self._is_strict:
-                    raise PlanError(
-                        f"strict_plan=True: split as inferred, {name} ({kind}) does not compute the same: {first}"
-                    )
-                whole = {key: entry.replicated(first) for key, entry in group.entries().items()}
-                kept = kept.joined(PartialPlan(whole))
+            so_far = kept
+            found, error = first_that_fits(_candidates(group), lambda part: self._try_sizes(name, so_far.joined(part)))  # noqa: B023
+            if found is not None:
+                kept = found
+                continue
+            if self._is_strict:
+                raise PlanError(
+                    f"strict_plan=True: split as inferred, {name} ({kind}) does not compute the same: {error}"
+                )
+            kept = kept.joined(PartialPlan({key: entry.replicated(error) for key, entry in group.entries().items()}))
         return kept
 
     def _tried_of_given(self, name: str, given: PartialPlan) -> PartialPlan:
@@ -214,14 +211,13 @@ class UnitTrials:
         Returns:
             The split with these sizes, and an empty text; or ``split`` itself, and the error of the first try.
         """
-        first = ""
-        for sizes in self._candidate_sizes(name, split.entries):
+
+        def attempt(sizes: dict[str, dict[str, int]]) -> tuple[PartialPlan, str]:
             tried = replace(split, sizes=sizes)
-            error = self._difference(name, tried, None)
-            if not error:
-                return tried, ""
-            first = first or error
-        return split, first
+            return tried, self._difference(name, tried, None)
+
+        found, why_not = first_that_fits(self._candidate_sizes(name, split.entries), attempt)
+        return (split if found is None else found), why_not
 
     def _candidate_sizes(self, name: str, entries: Mapping[str, Entry]) -> Iterator[dict[str, dict[str, int]]]:
         """Yield the sets of attributes to divide: none, those that count heads, those that count features, and both.
@@ -312,16 +308,16 @@ class UnitTrials:
         )
         used = () if self._dataflow is None else self._dataflow.used_later.get(name, ())
         kind = kind_of_block(unit, self.calls[name], used)
-        if kind not in self._trials:
-            self._trials[kind] = Trial(unit, self.calls[name], self._mesh, self._num_shards, used)
-        trial = self._trials[kind]
+        trial = self._trials.of(kind, lambda: Trial(unit, self.calls[name], self._mesh, self._num_shards, used))
         if trial.error:
             return f"it could not be tried: {trial.error}"
-        question = (kind, repr(plan))
-        if question not in self._answers:
+
+        def difference() -> str:
             try:
-                self._answers[question] = trial.difference(plan)
+                return trial.difference(plan)
             except PlanError as error:
-                self._answers[question] = str(error).removeprefix("plan: ").replace(f"{BLOCK}.", f"{name}.")
-                self._impossible.add(self._answers[question])
-        return self._answers[question]
+                text = str(error).removeprefix("plan: ").replace(f"{BLOCK}.", f"{name}.")
+                self._impossible.add(text)
+                return text
+
+        return self._answers.of((kind, repr(plan)), difference)

@@ -22,6 +22,7 @@ from lightning_dist.techniques.options import FirstStep
 from lightning_dist.techniques.tiling.plan import TilingError, TilingPlan
 from lightning_dist.techniques.tiling.tiles import TOKENS, tiled
 from lightning_dist.tracing.block_trial import BlockTrial, kind_of_block
+from lightning_dist.tracing.planning import OncePerKind, first_that_fits
 from lightning_dist.tracing.step_graph import Dataflow, record_step, tensors_in
 from lightning_dist.tracing.step_graph.dataflow import sources
 from lightning_dist.tracing.users_hooks import hooked_inside, hooked_modules
@@ -92,8 +93,8 @@ class _Finder:
         self._flow = flow
         self._device = device
         self._why_not = why_not
-        self._calls = {call.name: call for call in reversed(flow.calls)}
-        self._answers: dict[object, str] = {}
+        self._calls = flow.first_calls()
+        self._answers = OncePerKind[str]()
         self._hooked = hooked_modules(root, flow)
 
     def mlps(self, size: int) -> tuple[str, ...]:
@@ -141,9 +142,8 @@ class _Finder:
             return _NO_MLP
         if hooked := hooked_inside(name, self._hooked, itself=False):
             return f"has a hook inside, on {hooked}, which would be called for each tile"
-        if functions := self._flow.leaks.get(name):
-            some = ", ".join(sorted(functions)[:3])
-            return f"computes a value that it does not return, but the step uses ({some}), once for each tile"
+        if functions := self._flow.uses_of_leaks(name):
+            return f"computes a value that it does not return, but the step uses ({functions}), once for each tile"
         if find_experts(module):
             return "has experts, whose router counts the tokens of a whole batch"
         return self._tried(name)
@@ -154,18 +154,22 @@ class _Finder:
         (given,) = tensors_in((call.args, call.kwargs))
         if given.size(TOKENS) < 2:
             return "was given a single token"
-        if sum(other.name == name for other in self._flow.calls) > 1:
+        if self._flow.runs_again(name):
             return "runs more than once in a step"
-        kind = kind_of_block(module, call, ())
-        if kind not in self._answers:
+
+        def why_not() -> str:
             trial = BlockTrial(module, call, self._device)
             if trial.error:
-                self._answers[kind] = f"could not be tried: {trial.error}"
-            else:
+                return f"could not be tried: {trial.error}"
+
+            def attempt(size: int) -> tuple[int, str]:
                 copied = trial.copy_of_block()
-                copied.forward = tiled(copied.forward, -(-given.size(TOKENS) // 2))
-                self._answers[kind] = trial.compare(copied, dict(copied.named_parameters()))
-        return self._answers[kind]
+                copied.forward = tiled(copied.forward, size)
+                return size, trial.compare(copied, dict(copied.named_parameters()))
+
+            return first_that_fits([-(-given.size(TOKENS) // 2)], attempt)[1]
+
+        return self._answers.of(kind_of_block(module, call, ()), why_not)
 
     def heads(self, size: int) -> tuple[str, ...]:
         """Return the names of the modules that compute logits.

@@ -97,6 +97,18 @@ class Dataflow:
         """Names of the modules that are running now, the outermost first."""
         self._parameters: dict[int, str] = {}  # It is keyed by the id of a parameter's fake.
 
+    def first_calls(self) -> dict[str, Call]:
+        """Return the first call of each module by its name."""
+        return {call.name: call for call in reversed(self.calls)}
+
+    def runs_again(self, name: str) -> bool:
+        """Return whether the module ``name`` was called more than once."""
+        return sum(call.name == name for call in self.calls) > 1
+
+    def uses_of_leaks(self, name: str) -> str:
+        """Return functions that use values computed in a module which it does not return; empty: there are none."""
+        return ", ".join(sorted(self.leaks.get(name, ()))[:3])
+
     def on_input(self, tensor: Tensor) -> None:
         """Mark a tensor of the batch with :data:`BATCH` as its source."""
         _mark(tensor, BATCH, BATCH)
