@@ -94,7 +94,7 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "`RMSprop`": ("optimizers.optimizer_rmsprop",),
         "`Rprop`": ("optimizers.optimizer_rprop",),
         "`SGD`": ("optimizers.optimizer_sgd",),
-        "`SparseAdam`": ("whole_weights.sparse_adam",),
+        "`SparseAdam` with dense gradients, which it refuses": ("whole_weights.sparse_adam",),
         "`foreach=False`, `fused=True`": ("optimizers.optimizer_no_foreach", "optimizers.optimizer_fused"),
         "an elementwise optimizer of your own": ("optimizers.own_optimizer",),
         "LAMB, by norms of whole weights": ("optimizers.lamb", "optimizers.lamb_by_item"),

@@ -134,13 +134,19 @@ def _counted(cells: Sequence[Cell], notes: _Notes) -> str:
 
 def _all_cases(cases: Sequence[Case], rows: Rows, notes: _Notes) -> Iterator[str]:
     columns = [column for column in STRATEGIES if any(column in row for row in rows.values())]
-    total = sum(len(row) for row in rows.values())
-    equal = sum(cell.outcome == "equal" for row in rows.values() for cell in row.values())
+    cells = [row[column] for row in rows.values() for column in columns if column in row]
+    equal = sum(cell.outcome == "equal" for cell in cells)
     in_all = sum(set(ALL) <= row.keys() for row in rows.values())
     yield from ("## Ordinary Lightning code", "")
     yield (
-        f"{len(rows)} cases: {in_all} under {len(ALL)} strategies, the others under one or two each, in turn."
-        f" {equal} of {total} cells equal the reference. `python -m tests.behaviour --all` runs the empty cells too."
+        f"{len(rows)} cases: {in_all} under {len(ALL)} strategies, the others under one to five of them."
+        f" {equal} of {len(cells)} cells equal the reference."
+        " `python -m tests.behaviour --all` runs the empty cells too."
+    )
+    yield ""
+    yield (
+        "`full`: `full_shard` on 2 ranks; `hybrid`: `hybrid_shard` on 2 x 2; `tp`, `pp` and `data`: split layers,"
+        " stages and replicas on 2 ranks; `nd`: 2 stages of 2 shards; `data_tp`: 2 replicas of 2 ranks with split layers."
     )
     for area in dict.fromkeys(case.area for case in cases):
         yield from ("", f"### {area.replace('_', ' ').capitalize()}", "")

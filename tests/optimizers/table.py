@@ -64,7 +64,8 @@ def markdown(stored: Mapping[str, object], strategies: list[str], tolerance: flo
     lines = [
         "## Compared with one process",
         "",
-        "Each trains a small module for 4 steps in float64 under every strategy, on 2 ranks (`hybrid_shard`: 2 x 2)."
+        "Each trains a small module for 4 steps in float64 under each strategy of the table, on 2 ranks"
+        " (`hybrid_shard`: 2 x 2)."
         f" `equal`: every weight is that of one process, to {tolerance:.0e} of its norm. `rounding`: it is not, and"
         " neither are those of one process that gets the samples of each batch in another order. How an optimizer"
         " steps is said in the table at the start of a run."

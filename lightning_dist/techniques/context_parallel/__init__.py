@@ -8,6 +8,7 @@ sequences. Inside of blocks, only attention by ``F.scaled_dot_product_attention`
 - ``tokens``: Distributes the tokens over ranks, and exchanges them.
 - ``attention``: Replaces attention while a block runs on its part of the sequence.
 - ``split_arguments``: Splits the arguments of a block.
+- ``inside_block``: Replaces functions in a block whose results depend on which tokens they are given.
 - ``split_blocks``: Runs chains of blocks on parts of the sequence, by hooks.
 - ``split_evaluation``: Does so in evaluations, if the user asks for it.
 - ``after_blocks``, ``split_tokens``: Run norms, heads and the loss on this rank's tokens.

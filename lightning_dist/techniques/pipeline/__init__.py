@@ -5,6 +5,7 @@
 - ``buffers``: Restores buffers that each microbatch would change, but one process changes once per step.
 - ``balance``, ``schedules``, ``stages``: Assign parts and parameters to stages, and stages to ranks.
 - ``stand_in``: Provides stand-ins for tensors that are on other stages.
+- ``holders``, ``remote_value``: Record which ranks have the values of a tensor, and stand for it on the others.
 - ``replay``: Runs a step on one stage.
 - ``microbatches``: Splits a batch into microbatches.
 - ``simulation``: Simulates when each forward and backward runs.
