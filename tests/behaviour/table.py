@@ -146,7 +146,8 @@ def _all_cases(cases: Sequence[Case], rows: Rows, notes: _Notes) -> Iterator[str
     yield ""
     yield (
         "`full`: `full_shard` on 2 ranks; `hybrid`: `hybrid_shard` on 2 x 2; `tp`, `pp` and `data`: split layers,"
-        " stages and replicas on 2 ranks; `nd`: 2 stages of 2 shards; `data_tp`: 2 replicas of 2 ranks with split layers."
+        " stages and replicas on 2 ranks; `nd`: 2 stages of 2 shards; `data_tp`: 2 replicas of 2 ranks with split"
+        " layers."
     )
     for area in dict.fromkeys(case.area for case in cases):
         yield from ("", f"### {area.replace('_', ' ').capitalize()}", "")
