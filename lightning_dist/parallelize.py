@@ -252,7 +252,12 @@ def _same_random_numbers(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def check_change(
-    existing: ParallelModule, config: ParallelConfig, layout: ParallelLayout, precision: PrecisionPolicy
+    existing: ParallelModule,
+    config: ParallelConfig,
+    layout: ParallelLayout,
+    precision: PrecisionPolicy,
+    *,
+    is_fit: bool,
 ) -> None:
     """Check that a module that is parallel already has been made so by the same arguments.
 
@@ -261,6 +266,7 @@ def check_change(
         config: The options of all techniques that are asked for now.
         layout: The sizes of the mesh's axes that are asked for now.
         precision: The dtypes that are asked for now.
+        is_fit: Whether the module is trained now. In evaluations, arguments may differ that concern training alone.
 
     Raises:
         ValueError: If an argument, the size of an axis or a dtype would have to be changed.
@@ -270,13 +276,16 @@ def check_change(
     changes: list[tuple[str, Any, Any]] = [
         ("layout", str(before.layout), str(layout)),
         ("ep_size", before.layout.ep, layout.ep),
-        ("units", before.config.units, config.units),
-        ("param_dtype", before.precision.param_dtype, precision.param_dtype),
-        ("reduce_dtype", before.precision.reduce_dtype, precision.reduce_dtype),
+        ("units", _listed(before.config.units), _listed(config.units)),
     ]
+    if layout.num_shards > 1:  # Otherwise the precision plugin chooses the dtype of each step.
+        changes.append(("param_dtype", before.precision.param_dtype, precision.param_dtype))
+    if is_fit:
+        changes.append(("reduce_dtype", before.precision.reduce_dtype, precision.reduce_dtype))
     for now in config.arguments.options:
         then = next((one for one in before.config.arguments.options if type(one) is type(now)), type(now)())
-        changes += _effective(now, layout).changes(_effective(then, layout), existing)
+        if is_fit or not now.is_for_training:
+            changes += _effective(now, layout).changes(_effective(then, layout), existing)
     for name, value, wanted in changes:
         if value != wanted:
             raise ValueError(
@@ -285,9 +294,13 @@ def check_change(
             )
 
 
+def _listed(units: Sequence[str] | None) -> list[str] | None:
+    return None if units is None else list(units)
+
+
 def _effective(options: _Options, layout: ParallelLayout) -> _Options:
-    """Return the options, or those by default if what was given has no effect."""
-    return type(options)() if options.without_effect(layout) else options
+    """Return the options, or those by default if what was given can have no effect."""
+    return options if options.has_effect(layout) else type(options)()
 
 
 def _refuse_dtensors(module: nn.Module) -> None:

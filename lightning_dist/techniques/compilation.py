@@ -90,6 +90,14 @@ class CompileOptions(TechniqueOptions):
             )
         return CompileConfig(value.get("backend", "inductor"), value.get("mode"))
 
+    def compared(self) -> Mapping[str, Any]:
+        """Return what is asked for, which has several spellings."""
+        return {"compile": self.config}
+
+    def given(self) -> dict[str, Any]:
+        """Return the argument if anything is compiled."""
+        return {} if self.config is None else super().given()
+
     def check(self, run: Run, arguments: Arguments) -> None:
         """Refuse CUDA graphs where they do not exist or would replay what has changed.
 

@@ -328,6 +328,9 @@ class TechniqueOptions:
     recomputes: ClassVar[bool] = False
     """Whether blocks do not simply keep their activations for the backward; a property may say so."""
 
+    is_for_training: ClassVar[bool] = False
+    """Whether the arguments have an effect on training steps alone."""
+
     reduces_every_batch: ClassVar[bool] = False
     """Whether the backward of each batch of an accumulation reduces its gradients; a property may say so."""
 
@@ -345,6 +348,10 @@ class TechniqueOptions:
             ValueError: If the arguments do not fit; the text names them and the fix.
         """
 
+    def has_effect(self, layout: ParallelLayout) -> bool:
+        """Return whether any of the arguments can have an effect with these sizes."""
+        return True
+
     def without_effect(self, layout: ParallelLayout) -> str:
         """Return a sentence that says which arguments have no effect with these sizes, and why; "" if all have one."""
         return ""
@@ -357,6 +364,10 @@ class TechniqueOptions:
         """
         return {}
 
+    def compared(self) -> Mapping[str, Any]:
+        """Return the arguments in a form in which two spellings of the same are equal."""
+        return {name: getattr(self, name) for name in self.names()}
+
     def changes(self, before: Self, parallel: Parallel) -> Iterator[tuple[str, Any, Any]]:
         """Yield the arguments that ask for something else than a module was made parallel with.
 
@@ -368,10 +379,12 @@ class TechniqueOptions:
             Iterator over the arguments' names, values before and values now.
         """
         chosen, given = before.chosen(parallel), self.given()
+        values = before.compared(), self.compared()
         for name in self.names():
-            then, now = chosen.get(name, getattr(before, name)), getattr(self, name)
-            if then != now and (name in given or name not in chosen):
-                yield name, then, now
+            then, now = getattr(before, name), getattr(self, name)
+            if values[0][name] == values[1][name] or (name in chosen and (name not in given or now == chosen[name])):
+                continue
+            yield name, chosen.get(name, then), now
 
     def check_comparison(self) -> None:
         """Refuse a comparison of the first steps with those of one process.

@@ -37,6 +37,8 @@ class ReplicaOptions(TechniqueOptions):
 
     check_replicas_every_n_steps: int | None = None
 
+    is_for_training = True
+
     def __post_init__(self) -> None:
         if self.check_replicas_every_n_steps is not None and self.check_replicas_every_n_steps < 1:
             raise ValueError(

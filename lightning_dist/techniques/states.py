@@ -26,10 +26,19 @@ class TechniqueStates:
         techniques: The techniques, from the outside in.
         points: The methods with which ``techniques`` override those of
             :class:`~lightning_dist.techniques.protocol.Technique`.
+
+    Raises:
+        TypeError: If a technique has a state, and is no :class:`~lightning_dist.techniques.protocol.SavedState`.
     """
 
     def __init__(self, module: nn.Module, techniques: Sequence[Technique], points: Points) -> None:
         self._module = module
+        for technique in techniques:
+            if hasattr(technique, "state") and not isinstance(technique, SavedState):
+                raise TypeError(
+                    f"{type(technique).__name__} has a state, which would not be saved: derive it from SavedState"
+                    " instead of Technique."
+                )
         self._with_states = [technique for technique in techniques if isinstance(technique, SavedState)]
         self._points = points
 

@@ -41,6 +41,8 @@ class StepInBackwardOptions(TechniqueOptions):
 
     step_in_backward: bool = False
 
+    is_for_training = True
+
     def check_fit(self, run: Run, fit: Fit, arguments: Arguments) -> None:
         """Refuse it where something needs all gradients at once, or nothing would be saved."""
         if not self.step_in_backward:

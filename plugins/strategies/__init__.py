@@ -1,5 +1,6 @@
 """Provide the strategies, and register them under the names that ``Trainer(strategy=...)`` takes."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -46,8 +47,6 @@ def register() -> None:
 
     Calling this again is safe.
     """
-    for entry in entry_points(group=TECHNIQUES):
-        register_technique(entry.load())
     for strategy in (
         DataParallelStrategy,
         FullShardStrategy,
@@ -60,6 +59,15 @@ def register() -> None:
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
+    for entry in entry_points(group=TECHNIQUES):
+        try:
+            register_technique(entry.load())
+        except Exception as error:  # Without the technique, every other training still works.
+            warnings.warn(
+                f"The technique {entry.name!r} ({entry.value}) of an installed package is left out:"
+                f" {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
     _compat.intercept_checkpoint_paths(MeshStrategy, _resolve_ckpt_path, resume_path.resume, _restore_when_sharded)
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards(gradient_norms)
@@ -77,8 +85,13 @@ def register_technique(options: type[TechniqueOptions], *, outside_of: type[Tech
             built; None: it is outside of all others.
 
     Raises:
-        ValueError: If another technique has an argument of the same name.
+        ValueError: If another technique or a strategy has an argument of the same name.
     """
+    for name in sorted(MeshStrategy.written_names().intersection(options.names())):
+        raise ValueError(
+            f"{options.__name__} has an argument {name!r}, and so have strategies themselves. Rename it in"
+            f" {options.__name__}."
+        )
     register_options(options, outside_of=outside_of)
     MeshStrategy.show_arguments()
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import cast
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from lightning_dist._compat import convert
 from lightning_dist.model.deferred_init import deferred_init
@@ -28,6 +31,15 @@ from lightning_dist.plugins.strategies.steps.choice import FirstSteps
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 
 __all__ = ["ModuleBuilder"]
+
+
+_precisions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The precision that each module was converted to, such as ``"bf16-mixed"``."""
+
+
+def _stored(precision: str) -> str:
+    """Return the precision in which weights are stored, given that of a run."""
+    return precision if precision.endswith("-true") else "32-true"
 
 
 class ModuleBuilder:
@@ -75,8 +87,15 @@ class ModuleBuilder:
     def _take_over(self, existing: ParallelModule) -> None:
         """Check that an earlier Trainer has made the module parallel in the same way, and use its precision again."""
         host = self._host
+        before, now = _precisions.get(existing.module, ""), str(host.precision_plugin.precision)
+        if before and _stored(before) != _stored(now):
+            raise MisconfigurationException(
+                f"An earlier Trainer has made this {type(existing.module).__name__} parallel with precision={before!r},"
+                f" which stores other weights than {now!r}. Make a new one, and load the weights from a checkpoint."
+            )
+        is_fit = host.trainer.state.fn == TrainerFn.FITTING
         with as_misconfiguration():
-            check_change(existing, host.config, host.layout, host.precision_policy)
+            check_change(existing, host.config, host.layout, host.precision_policy, is_fit=is_fit)
         use_precision_again(existing.module, host.precision_plugin)
 
     def _convert(self, module: LightningModule, plugin: Precision) -> None:
@@ -90,6 +109,7 @@ class ModuleBuilder:
         is_deferred = any(is_uninitialized(param) for param in module.parameters())
         with deferred_init(host.root_device) if is_deferred else nullcontext():
             plugin.convert_module(module)
+        _precisions[module] = precision
 
     def build_averages(self) -> None:
         """Make the averages of the weights parallel that callbacks keep. This is a collective over all processes.

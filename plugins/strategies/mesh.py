@@ -176,8 +176,13 @@ class MeshStrategy(ProcessStrategy):
         self._restore_loggers: Callable[[], None] = _do_nothing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the constructor of a strategy show the arguments of techniques."""
+        """Let the constructor of a strategy show the arguments of techniques.
+
+        The constructors of users' classes stay as they are; jsonargparse follows their calls of ``super().__init__``.
+        """
         super().__init_subclass__(**kwargs)
+        if not cls.__module__.startswith("lightning_dist."):
+            return
         if "__init__" not in vars(cls) and "offers" in vars(cls):
 
             def create(self: MeshStrategy, **kwargs: Any) -> None:
@@ -191,12 +196,17 @@ class MeshStrategy(ProcessStrategy):
     @classmethod
     def show_arguments(cls) -> None:
         """Let the constructors of this class and those derived from it show the arguments of all techniques."""
-        if "__init__" in vars(cls):
+        if "_written" in vars(cls):
             shared = MeshStrategy._written
             own = {name: argument for name, argument in cls._written.items() if name not in shared}
             show_arguments(cls, own, shared, cls.offers)
         for derived in cls.__subclasses__():
             derived.show_arguments()
+
+    @classmethod
+    def written_names(cls) -> set[str]:
+        """Return the names of the arguments that the constructors of this class and those derived from it name."""
+        return set(cls._written).union(*(derived.written_names() for derived in cls.__subclasses__()))
 
     # What exists from when on
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_dist import NDParallelStrategy
-from lightning_dist.compression import DiLoCo
+from lightning_dist import FullShardStrategy, NDParallelStrategy
+from lightning_dist.compression import DiLoCo, PowerSGD
 from tests.distributed.fit import make_trainer, refused
 from tests.models import build
 from tests.pool import WorkerPool
@@ -46,6 +46,7 @@ def fit_and_fit_again(before: dict[str, Any], *later: dict[str, Any]) -> list[st
         (REPLICAS, {"compression": "bf16"}),
         (REPLICAS, {"sync": DiLoCo(inner_steps=2)}),
         ({**REPLICAS, "sync": DiLoCo(inner_steps=2)}, {"sync": DiLoCo(inner_steps=3)}),
+        ({**REPLICAS, "sync": DiLoCo(compression=PowerSGD(rank=4))}, {"sync": DiLoCo(compression=PowerSGD(rank=8))}),
         (CONTEXT, {"attention": "ulysses"}),
         (CONTEXT, {"split_evaluations": True}),
         (STAGES, {"num_microbatches": 4}),
@@ -90,6 +91,39 @@ def test_what_an_earlier_trainer_has_chosen_may_be_left_open_or_named(pool: Work
         assert errors == ["no error"] * 2
 
 
-def test_arguments_without_effect_may_change(pool: WorkerPool) -> None:
-    for errors in pool.run(fit_and_fit_again, 2, REPLICAS, {**REPLICAS, "reshard_after_forward": False}):
+@pytest.mark.parametrize(
+    ("before", "later"),
+    [
+        ({**SHARDED, "activation_checkpointing": True}, {**SHARDED, "activation_checkpointing": "full"}),
+        (SHARDED, {**SHARDED, "activation_checkpointing": "none"}),
+        ({**SHARDED, "compile": "eager"}, {**SHARDED, "compile": {"backend": "eager"}}),
+        (SHARDED, {**SHARDED, "compile": None}),
+        ({**SHARDED, "units": ["Block"]}, {**SHARDED, "units": ("Block",)}),
+        (REPLICAS, {**REPLICAS, "reshard_after_forward": False}),
+        (SHARDED, {**SHARDED, "schedule": "gpipe"}),
+        (SHARDED, {**SHARDED, "split_evaluations": True}),
+        (SHARDED, {**SHARDED, "strict_plan": True}),
+    ],
+)
+def test_other_spellings_and_arguments_without_effect_are_accepted(
+    pool: WorkerPool, before: dict[str, Any], later: dict[str, Any]
+) -> None:
+    for errors in pool.run(fit_and_fit_again, 2, before, later):
         assert errors == ["no error"]
+
+
+def evaluate_after_fit() -> tuple[str, str]:
+    """Train a model, evaluate it by a strategy without what concerns training alone, and train it by that strategy."""
+    model = build("gpt")
+    training = FullShardStrategy(step_in_backward=True, activation_checkpointing="full")
+    make_trainer("auto", strategy=training, max_steps=1).fit(model)
+    trainer = make_trainer("auto", strategy=FullShardStrategy(), max_steps=2, limit_val_batches=1)
+    trainer.validate(model)
+    stored = refused(model, strategy=FullShardStrategy(step_in_backward=True), precision="64-true", max_steps=2)
+    return stored, refused(model, strategy=FullShardStrategy(), max_steps=2)
+
+
+def test_what_concerns_training_alone_may_differ_in_an_evaluation(pool: WorkerPool) -> None:
+    for stored, trained in pool.run(evaluate_after_fit, 2):
+        assert "precision='32-true', which stores other weights than '64-true'" in stored
+        assert "step_in_backward=True, which cannot be changed to False" in trained

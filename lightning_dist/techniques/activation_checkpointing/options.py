@@ -60,10 +60,16 @@ class CheckpointingOptions(TechniqueOptions):
             " of the blocks that keep their activations, between 0 and 1."
         )
 
+    is_for_training = True
+
     @property
     def recomputes(self) -> bool:  # type: ignore[override]
         """Return whether activations of blocks are not simply kept."""
         return bool(self.mode)
+
+    def compared(self) -> Mapping[str, Any]:
+        """Return what is asked for, which has several spellings."""
+        return {"activation_checkpointing": self.mode}
 
     def memory_traits(self, device: torch.device) -> Mapping[str, bool]:
         """Return whether blocks run again."""

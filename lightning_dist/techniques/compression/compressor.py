@@ -195,7 +195,10 @@ class Compressor(ABC):
 
     def __eq__(self, other: object) -> bool:
         """Return whether the other compressor is of the same class and has the same arguments."""
-        return isinstance(other, Compressor) and type(self) is type(other) and self.arguments == other.arguments
+        return isinstance(other, Compressor) and type(self) is type(other) and self._public() == other._public()
+
+    def _public(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __hash__(self) -> int:
         return hash(type(self))

@@ -40,6 +40,8 @@ class SyncOptions(TechniqueOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync", None if self.sync in (None, "none") else sync_method_from(self.sync))
 
+    is_for_training = True
+
     @property
     def method(self) -> SyncMethod | None:
         """Return the method; None: gradients are reduced in every step."""
@@ -116,6 +118,8 @@ class CompressionOptions(TechniqueOptions):
     def __post_init__(self) -> None:
         compressor = None if self.compression in (None, "none") else compressor_from(self.compression)
         object.__setattr__(self, "compression", compressor)
+
+    is_for_training = True
 
     @property
     def compressor(self) -> Compressor | None:

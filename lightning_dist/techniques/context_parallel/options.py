@@ -37,6 +37,10 @@ class ContextParallelOptions(TechniqueOptions):
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(map(repr, ATTENTIONS))}.")
 
+    def has_effect(self, layout: ParallelLayout) -> bool:
+        """Return whether sequences are split."""
+        return layout.cp > 1
+
     def without_effect(self, layout: ParallelLayout) -> str:
         """Return a sentence about ``attention`` if no sequence is split."""
         if layout.cp > 1 or self.attention == "auto":

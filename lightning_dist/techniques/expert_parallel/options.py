@@ -33,6 +33,10 @@ class ExpertOptions(TechniqueOptions):
                 f"expert_capacity={capacity!r} must be a number of tokens, 1 or more, or None for no limit."
             )
 
+    def has_effect(self, layout: ParallelLayout) -> bool:
+        """Return whether experts may be distributed."""
+        return max(layout.ep, layout.tp) > 1
+
     def without_effect(self, layout: ParallelLayout) -> str:
         """Return a sentence about the capacity if no experts are distributed."""
         if self.expert_capacity is None or max(layout.ep, layout.tp) > 1:

@@ -52,6 +52,8 @@ class OffloadOptions(TechniqueOptions):
             raise ValueError(
                 f"offload_folder={self.offload_folder!r} without offload: say what is kept there, offload='optimizer'."
             )
+        if self.offload_folder is not None:  # A relative path is one of the folder in which the strategy is created.
+            object.__setattr__(self, "offload_folder", str(Path(self.offload_folder).expanduser().absolute()))
         if self.offload not in (None, *get_args(What)):
             raise ValueError(
                 f"offload={self.offload!r} must be one of {', '.join(map(repr, get_args(What)))}, or None."
@@ -65,7 +67,7 @@ class OffloadOptions(TechniqueOptions):
     @property
     def folder(self) -> Path | None:
         """Return the folder; None: offloaded tensors are in the memory of the CPU."""
-        return None if self.offload_folder is None else Path(self.offload_folder).expanduser().absolute()
+        return None if self.offload_folder is None else Path(self.offload_folder)
 
     @property
     def has_params(self) -> bool:

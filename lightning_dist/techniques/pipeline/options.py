@@ -61,6 +61,10 @@ class PipelineOptions(TechniqueOptions):
                 f" {at_least}{known.virtual_stages} on each rank."
             )
 
+    def has_effect(self, layout: ParallelLayout) -> bool:
+        """Return whether there are stages."""
+        return layout.pp > 1
+
     def without_effect(self, layout: ParallelLayout) -> str:
         """Return a sentence about the arguments for stages if there are none."""
         if layout.pp > 1 or not self.given().keys() - {"schedule"}:
@@ -69,6 +73,10 @@ class PipelineOptions(TechniqueOptions):
             "pp_size is 1, so there are no stages: num_microbatches, virtual_stages, split and schedule have no effect."
             " Use accumulate_grad_batches for smaller batches."
         )
+
+    def compared(self) -> Mapping[str, Any]:
+        """Return the arguments with names of modules as a tuple."""
+        return {**super().compared(), "split": None if self.split is None else tuple(self.split)}
 
     def chosen(self, parallel: Parallel) -> Mapping[str, Any]:
         """Return the numbers of microbatches and of stages on a rank."""

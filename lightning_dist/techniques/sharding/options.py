@@ -61,6 +61,10 @@ class ShardingOptions(TechniqueOptions):
         """Return whether each backward of an accumulation reduces its gradients."""
         return self.zero_stage in (2, 3)
 
+    def has_effect(self, layout: ParallelLayout) -> bool:
+        """Return whether parameters are sharded."""
+        return layout.num_shards > 1
+
     def without_effect(self, layout: ParallelLayout) -> str:
         """Return a sentence about the arguments if nothing is sharded.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.techniques.options import Arguments, Build, Run, TechniqueOptions, argument
 from lightning_dist.techniques.protocol import Technique
 from lightning_dist.techniques.tensor_parallel.apply import TensorParallel
@@ -41,6 +42,10 @@ class TensorParallelOptions(TechniqueOptions):
     sequence_parallel: bool | None = argument(None, only_with="tp")
     loss_parallel: bool | None = argument(None, only_with="tp")
     async_tensor_parallel: bool = argument(False, only_with="tp")
+
+    def has_effect(self, layout: ParallelLayout) -> bool:
+        """Return whether layers are split, or experts are distributed, which ``plan`` names as well."""
+        return max(layout.tp, layout.ep) > 1
 
     def check(self, run: Run, arguments: Arguments) -> None:
         """Refuse sequence parallelism between stages, and exchanges during products where torch has none."""
