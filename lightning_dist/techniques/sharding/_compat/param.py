@@ -15,7 +15,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import local_of, replace_local
-from lightning_dist.parameters.forms import SameRequiresGrad, put_into_memory
 from lightning_dist.parameters.on_use import prepare_write
 from lightning_dist.parameters.shard_memory import ShardMemory
 from lightning_dist.techniques.sharding._compat.wrapped import WrappedParam
@@ -48,7 +47,8 @@ class ShardedParam:
         self._compared: _Compared | None = None
         self._data_writes: DataWrites | None = None
         """The tensors that :meth:`write_back` compares, which are the same ones in nearly all steps; None: unknown."""
-        self._requires_grad = SameRequiresGrad()
+        self._requires_grad: bool | None = None
+        """The last value of ``requires_grad`` that the shard and the gathered copy had in common."""
         self.is_used = False
         """Whether a backward gave the parameter a gradient on this rank."""
         # After load_state_dict, FSDP2 assumes that the parameters in the modules are the shards, and does not check
@@ -252,9 +252,13 @@ class ShardedParam:
         outputs = self._param.all_gather_outputs
         memory = outputs[0] if len(outputs) == 1 else whole
         version = whole._version
-        is_replaced = put_into_memory(whole, torch.as_strided(memory, whole.size(), whole.stride()))
+        is_replaced = whole.data_ptr() != memory.data_ptr()
         is_changed |= is_replaced or version != self._version
         self._version = version
+        if is_replaced:
+            gathered = torch.as_strided(memory, whole.size(), whole.stride())
+            gathered.data.copy_(whole)  # The graph was computed with these values: the version must not change.
+            whole.data = gathered
         is_offloaded = self._param.offload_to_cpu and whole.device.type != "cpu"
         shard, own = self._own_part()
         is_current = not is_offloaded and self._shard_version in (None, self._version_of_shard())
@@ -312,11 +316,20 @@ class ShardedParam:
 
     def copy_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the shard to the gathered copy, or back if a step has set it on the copy."""
-        self._requires_grad.copy_to(self.whole, self.shard)
+        self.take_requires_grad()
+        if self.whole.requires_grad != self.shard.requires_grad:
+            self.whole.requires_grad_(self.shard.requires_grad)
+        self._requires_grad = self.shard.requires_grad
 
     def take_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the gathered copy to the shard if a step has set it."""
-        self._requires_grad.take_from(self.whole, self.shard)
+        before = self._requires_grad
+        if before is None:
+            return
+        gathered = self.whole.requires_grad
+        if gathered != before and self.shard.requires_grad == before:
+            self.shard.requires_grad_(gathered)
+        self._requires_grad = None
 
     @property
     def has_unreduced_gradient(self) -> bool:
