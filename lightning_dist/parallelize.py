@@ -199,8 +199,7 @@ def parallelize(
         ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
         TypeError: If a tensor on the meta device cannot be initialised.
     """
-    mesh, arguments = groups.mesh, config.arguments
-    original = OriginalModule(module)
+    mesh, arguments, original = groups.mesh, config.arguments, OriginalModule(module)
     read_whole_scalars()
     _refuse_dtensors(module)
     units = find_units(module, config.units, arguments["min_num_params"], has_one_dtype=layout.num_shards > 1)
