@@ -124,7 +124,7 @@ class ParallelModule:
             finish()
         replaced.refuse(module)
         # The hooks of the modules hold this object, so that it lives as long as the module. If no module needs a hook,
-        # only the strategy holds it, and a later Trainer makes the module parallel again.
+        # the caller lets the module hold it.
         _modules[module] = weakref.ref(self)
 
     def _build(self, device: torch.device, replaced: ReplacedParameters) -> tuple[ParameterGroup, ...]:

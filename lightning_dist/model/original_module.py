@@ -29,6 +29,10 @@ class OriginalModule:
     def __init__(self, root: nn.Module) -> None:
         self._before = [(module, dict(vars(module))) for module in root.modules()]
         self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._kept: object = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kept": None}
 
     def record_changes(self) -> None:
         """Record which attributes parallelization has changed. Call this once, after the module was parallelized."""
@@ -42,8 +46,14 @@ class OriginalModule:
             self._changed.append((module, changed))
         self._before.clear()
 
-    def allow_copies(self, root: nn.Module) -> None:
-        """Let ``copy.deepcopy`` of ``root``, of which this rank has all tensors, make an ordinary module."""
+    def allow_copies(self, root: nn.Module, kept: object) -> None:
+        """Let ``copy.deepcopy`` of ``root``, of which this rank has all tensors, make an ordinary module.
+
+        Args:
+            root: The user's module, which holds this object from then on.
+            kept: An object that shall live as long as ``root``, and is in no copy of it.
+        """
+        self._kept = kept
         for module in root.modules():
             if "__deepcopy__" in vars(module):
                 vars(module)["__deepcopy__"] = partial(self._copy, module)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
 from typing import Any
 
 import pytest
 
-from lightning_dist import FullShardStrategy, NDParallelStrategy
+from lightning_dist import DataParallelStrategy, FullShardStrategy, NDParallelStrategy
 from lightning_dist.compression import DiLoCo, PowerSGD
+from lightning_dist.parallel_module import parallelized
 from tests.distributed.fit import make_trainer, refused
 from tests.models import build
 from tests.pool import WorkerPool
@@ -127,3 +130,24 @@ def test_what_concerns_training_alone_may_differ_in_an_evaluation(pool: WorkerPo
     for stored, trained in pool.run(evaluate_after_fit, 2):
         assert "precision='32-true', which stores other weights than '64-true'" in stored
         assert "step_in_backward=True, which cannot be changed to False" in trained
+
+
+def fit_again_after_a_collection() -> tuple[bool, str, str, bool]:
+    """Fit a model by Trainers that nobody holds any more when the next one begins."""
+    model = build("gpt")
+    make_trainer("auto", strategy=DataParallelStrategy(), max_steps=1).fit(model)
+    model.trainer = None
+    gc.collect()
+    is_parallel = parallelized(model) is not None
+    same = refused(model, strategy=DataParallelStrategy(), max_steps=2)
+    other = refused(model, strategy=DataParallelStrategy(compression="bf16"), max_steps=3)
+    model.trainer = None
+    return is_parallel, same, other, parallelized(pickle.loads(pickle.dumps(model))) is None
+
+
+def test_a_module_stays_parallel_when_its_trainer_is_gone(pool: WorkerPool) -> None:
+    for is_parallel, same, other, is_copy_ordinary in pool.run(fit_again_after_a_collection, 2):
+        assert is_parallel
+        assert is_copy_ordinary
+        assert same == "no error"
+        assert "parallel with compression=None, which cannot be changed to" in other
