@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["find_experts", "looks_like_experts", "without_dispatch"]
+__all__ = ["find_experts", "looks_like_experts", "num_inputs", "without_dispatch"]
 
 
 def find_experts(root: nn.Module) -> dict[str, nn.Module]:
@@ -27,8 +27,16 @@ def _holds_experts(module: nn.Module) -> bool:
     number, params = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     if not isinstance(number, int) or not params or not any(param.ndim == 3 for param in params):
         return False
-    arguments = inspect.signature(type(module).forward).parameters
-    return len(arguments) == 4 and all(param.ndim > 1 and param.size(0) == number for param in params)
+    return num_inputs(module) == 3 and all(param.ndim > 1 and param.size(0) == number for param in params)
+
+
+def num_inputs(module: nn.Module) -> int:
+    """Return how many inputs the forward of ``module`` takes, not counting optional ones: 3 if that is possible."""
+    _, *arguments = inspect.signature(type(module).forward).parameters.values()
+    named = [one for one in arguments if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    num_required = sum(one.default is one.empty for one in named)
+    num_by_position = sum(one.kind is not one.KEYWORD_ONLY for one in named)
+    return 3 if num_required <= 3 <= num_by_position else num_required
 
 
 def looks_like_experts(root: nn.Module) -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ import io
 import math
 import threading
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from lightning_dist.model.tensor_state import is_uninitialized
 from lightning_dist.tracing.step_graph import tensors_in
 from lightning_dist.tracing.step_graph.dataflow import Call, is_learned
 
-__all__ = ["BlockTrial", "kind_of_block"]
+__all__ = ["BlockTrial", "copy_of", "kind_of_block", "kind_of_module"]
 
 TOLERANCE = 1e-4
 """The largest relative difference that passes. Rounding (of layers that compute in float32) causes much smaller ones,
@@ -73,7 +73,7 @@ class BlockTrial:
     def _prepare(self, block: nn.Module, call: Call) -> str:
         """Copy the block, compute the results of the whole block, and return an error that occurred; empty: none."""
         try:
-            self._block = _copied(block)
+            self._block = copy_of(block)
             self._fill(self._block)
             self._args, self._kwargs = self._real(call.args), self._real(call.kwargs)
         except Exception as error:  # Not every module can be copied.
@@ -83,7 +83,7 @@ class BlockTrial:
             _compat.use_eager_experts(module)
             if not self._keeps_hooks:
                 _compat.remove_foreign_hooks(module)
-        whole = _copied(self._block)  # Running a block may leave tensors on it that cannot be copied later.
+        whole = copy_of(self._block)  # Running a block may leave tensors on it that cannot be copied later.
         for is_training in (False, True) if self._is_training else (False,):
             results, raised = self._results(
                 whole, dict(whole.named_parameters()), lambda gradient: gradient, is_training
@@ -106,7 +106,7 @@ class BlockTrial:
 
     def copy_of_block(self) -> nn.Module:
         """Return a copy of the block with the weights of the trial, which the caller may distribute."""
-        return _copied(self._block)
+        return copy_of(self._block)
 
     def compare(self, block: nn.Module, params: Mapping[str, nn.Parameter]) -> str:
         """Run a distributed block, and compare it with the original one. This is a collective over all processes.
@@ -269,31 +269,49 @@ def _listed(value: Any) -> Any:
     return list(value.values()) if isinstance(value, Mapping) else value
 
 
-def kind_of_block(block: nn.Module, call: Call, used: Collection[int]) -> object:
-    """Return a key that is equal for blocks that one trial serves: those of the same class, shapes, inputs and flags.
+def kind_of_block(block: nn.Module, name: str, call: Call, used: Collection[int]) -> object:
+    """Return a key that is equal for blocks that one trial serves: those of equal kinds, inputs and used outputs.
 
     Args:
         block: A block of the model, with whole parameters.
+        name: Full name of the block.
         call: The recorded call of ``block``, with its arguments and output.
         used: Indices of the returned tensors that the model uses.
     """
-    shapes = tuple((key, tuple(param.shape)) for key, param in block.named_parameters())
-    return type(block), shapes, _shapes(call), tuple(sorted(used)), _flags(block)
+    return kind_of_module(block, name), _shapes(call), tuple(sorted(used))
 
 
-def _flags(block: nn.Module) -> object:
-    """Return the classes of the modules in ``block``, and their attributes that may choose what they compute.
+def kind_of_module(module: nn.Module, name: str) -> object:
+    """Return a key that is equal for modules of the same classes, shapes and settings.
 
-    Numbers are left out, because many blocks have their own index or rate.
+    The settings are the attributes that are integers, booleans, strings or None. Of an integer that may be the module's
+    own index, because its full name has the same number or the one before, only this is compared. Other numbers are
+    left out, because many modules have a rate of their own.
+
+    Args:
+        module: A module of the model, with whole parameters.
+        name: Its full name.
     """
-    return tuple(
+    numbers = {int(part) for part in name.split(".") if part.isdecimal()}
+    own = numbers | {number + 1 for number in numbers}
+
+    def setting(value: Any) -> object:
+        return "its index" if type(value) is int and value in own else value
+
+    shapes = tuple((key, tuple(param.shape)) for key, param in module.named_parameters())
+    settings = tuple(
         (
-            name,
-            type(module),
-            tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, bool | str | None)),
+            inner,
+            type(part),
+            tuple(
+                (key, type(value), setting(value))
+                for key, value in sorted(vars(part).items())
+                if isinstance(value, int | str | None)
+            ),
         )
-        for name, module in block.named_modules()
+        for inner, part in module.named_modules()
     )
+    return type(module), shapes, settings
 
 
 def _shapes(call: Call) -> object:
@@ -301,10 +319,16 @@ def _shapes(call: Call) -> object:
     return tuple((str(tuple(tensor.shape)), tensor.dtype) for tensor in tensors_in((call.args, call.kwargs)))
 
 
-def _copied(block: nn.Module) -> nn.Module:
-    """Return a deep copy of ``block``, which shares what Python cannot copy with it, such as locks and open files."""
-    values = (value for module in block.modules() for value in vars(module).values())
-    return copy.deepcopy(block, {id(value): value for value in values if isinstance(value, _UNCOPYABLE)})
+def copy_of(module: nn.Module, shared: Iterable[Any] = ()) -> nn.Module:
+    """Return a deep copy of ``module``, which shares what Python cannot copy with it, such as locks and open files.
+
+    Args:
+        module: The module.
+        shared: What else the copy shares with it, such as parameters.
+    """
+    values = (value for part in module.modules() for value in vars(part).values())
+    uncopyable = [value for value in values if isinstance(value, _UNCOPYABLE)]
+    return copy.deepcopy(module, {id(value): value for value in [*uncopyable, *shared]})
 
 
 _UNCOPYABLE = (type(threading.Lock()), type(threading.RLock()), io.IOBase, types.ModuleType)

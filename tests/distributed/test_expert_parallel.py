@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,6 +19,7 @@ from lightning_dist import FullShardStrategy, HybridShardStrategy, NDParallelStr
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.techniques.compression import LocalSGD, TopK
 from lightning_dist.techniques.expert_parallel import ExpertParallel
+from lightning_dist.techniques.expert_parallel.planner import find_expert_plan
 from lightning_dist.techniques.tensor_parallel import TensorParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_tensor_parallel import AtStart
@@ -169,6 +171,21 @@ class InSeveralDimensions(PlainMixture):
         self.blocks = nn.ModuleList(GroupedMixture(24, 4) for _ in range(2))
 
 
+class WithOptionalInputs(PlainExperts):
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor, bias: Tensor | None = None, **others: Any) -> Tensor:
+        outputs = super().forward(x, index, weights)
+        return outputs if bias is None else outputs + bias
+
+
+class MixtureWithOptionalInputs(PlainMixture):
+    def __init__(self, gives_bias: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for block in self.blocks:
+            block.experts = WithOptionalInputs(4, 24, 16)
+            if gives_bias:
+                block.experts.register_forward_pre_hook(lambda module, args: (*args, torch.ones(24)))
+
+
 class Manual(PlainMixture):
     """Accumulate and clip gradients by hand."""
 
@@ -293,6 +310,7 @@ FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]
     "two experts on four": (OnTwoExperts, {"ep_size": 4}, {"adamw": True}),
     "two dtypes": (OfTwoDtypes, {}, {}),
     "manual": (Manual, {}, {}),
+    "optional inputs": (MixtureWithOptionalInputs, {}, {}),
     "own optimizer": (WithOwnOptimizer, {}, {"gradient_clip_val": 0.1}),
     "skipping": (Skipping, {}, {"adamw": True}),
     "several dimensions": (InSeveralDimensions, {}, {}),
@@ -507,6 +525,21 @@ class Scaled(PlainExperts):
         return super().forward(x, index, weights) / index.unique().numel()
 
 
+class Counting(PlainExperts):
+    """Count calls in a buffer and in a list, and draw numbers."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.calls.append(len(x))
+        torch.rand(1)
+        return super().forward(x, index, weights)
+
+
 class HalfFitting(PlainMixture):
     """Have one layer whose experts cannot be distributed."""
 
@@ -556,6 +589,11 @@ REFUSED: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
         lambda: NDParallelStrategy(tp_size=2, plan={"blocks.*.experts": "experts"}),
         ("blocks.0.experts has the style experts", "alone", "replicate"),
     ),
+    "optional inputs": (
+        lambda: MixtureWithOptionalInputs(gives_bias=True),
+        lambda: FullShardStrategy(ep_size=2),
+        ("blocks.0.experts is called with more than x, index, weights", "ep_size=1"),
+    ),
     "compression": (
         PlainMixture,
         lambda: HybridShardStrategy(2, 2, ep_size=2, compression="bf16"),
@@ -571,9 +609,23 @@ def refuse(names: list[str]) -> list[str]:
 def test_what_cannot_be_distributed_is_refused_with_the_fix(pool: WorkerPool) -> None:
     for errors in pool.run(refuse, 4, list(REFUSED)):
         for name, error in zip(REFUSED, errors, strict=True):
-            assert error.startswith("ValueError"), (name, error)
+            assert error.startswith("TypeError" if name == "optional inputs" else "ValueError"), (name, error)
             for text in REFUSED[name][2]:
                 assert text in error, (name, error)
+
+
+def tried() -> tuple[int, int, float, list[int], bool]:
+    """Plan for two modules, and return what the trials have left."""
+    dist.init_process_group("gloo")
+    model = nn.ModuleList([Counting(4, 24, 16), Scaled(4, 24, 16)])
+    before = torch.get_rng_state()
+    plan = find_expert_plan(model, 2, 1, torch.device("cpu"))
+    left = before.equal(torch.get_rng_state())
+    return len(plan.forms), len(plan.left), float(model[0].num_calls), model[0].calls, left
+
+
+def test_a_trial_leaves_the_experts_as_they_were(pool: WorkerPool) -> None:
+    assert pool.run(tried, 2) == [(1, 1, 0.0, [], True)] * 2
 
 
 def half(is_alone: bool) -> tuple[Weights, str]:

@@ -225,7 +225,7 @@ class _Finder:
             )
         if any(index > 0 for index in used):
             raise self._error(f"other code uses more of what {self._kind(name)} returns than the hidden states")
-        split, why_not = self._answers.of(kind_of_block(block, call, used), lambda: self._tried(name, attention))
+        split, why_not = self._answers.of(kind_of_block(block, name, call, used), lambda: self._tried(name, attention))
         if split is None:
             raise self._error(f"{self._kind(name)}: {why_not}")
         return split

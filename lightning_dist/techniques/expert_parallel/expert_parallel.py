@@ -182,14 +182,20 @@ class ExpertParallel(ParameterRules, ParameterForms):
         return distributed
 
     def _wrap(self, experts: _Experts) -> None:
-        names = list(inspect.signature(experts.forward).parameters)
+        names = list(inspect.signature(experts.forward).parameters)[: 1 if experts.form == "dense" else 3]
 
         # torch.compile gains nothing by tracing into the exchanges, since collectives break the graph.
         @cast(Callable[[Any], Any], torch.compiler.disable)
         @wraps(experts.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
-            return self._run(experts, given)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            others = [*args[len(names) :], *(value for name, value in given.items() if name not in names)]
+            if any(other is not None for other in others):
+                raise TypeError(
+                    f"{experts.name} is called with more than {', '.join(names)}, which distributed experts are not"
+                    " given: leave the others out, or use ep_size=1 and tp_size=1."
+                )
+            return self._run(experts, [given[name] for name in names])
 
         experts.module.forward = forward
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -13,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist import _compat
-from lightning_dist.model.experts import looks_like_experts
+from lightning_dist.mesh.consensus import check_agreement
+from lightning_dist.model.experts import looks_like_experts, num_inputs
+from lightning_dist.model.randomness import unchanged_random_numbers
+from lightning_dist.tracing.block_trial import copy_of, kind_of_module
 from lightning_dist.tracing.planning import OncePerKind, first_that_fits
 
 __all__ = ["ExpertPlan", "find_expert_plan"]
@@ -41,6 +42,10 @@ class ExpertPlan:
     left: Mapping[str, str]
     over_tp: frozenset[str] = frozenset()
 
+    def outline(self) -> str:
+        """Return the plan as a text that is the same on two ranks if the plans are."""
+        return repr((sorted(self.forms.items()), sorted(self.left), sorted(self.over_tp)))
+
     def styles(self) -> dict[str, tuple[str, str]]:
         """Return for each module of experts its style in a plan of ``tp``, and a remark for the start-up table."""
         same = "the ranks of tp have the same ones, since their number does not divide by ep_size x tp_size"
@@ -59,7 +64,7 @@ def find_expert_plan(
     """Find the modules in ``root`` whose experts can be distributed over ranks.
 
     Each kind of module is tried once, in float64 with random weights of two experts: one expert must compute for itself
-    what it computes among several.
+    what it computes among several. This is a collective over all processes.
 
     Args:
         root: The model, whose parameters may be on the meta device.
@@ -90,8 +95,7 @@ def find_expert_plan(
         if reason is not None:
             left[name] = reason
             continue
-        kind = type(module), tuple((key, param.shape) for key, param in module.named_parameters())
-        form, why_not = tried.of(kind, lambda: _try(module, device))  # noqa: B023
+        form, why_not = tried.of(kind_of_module(module, name), lambda: _try(module, device))  # noqa: B023
         if form is None:
             left[name] = why_not
             continue
@@ -106,7 +110,9 @@ def find_expert_plan(
     _refuse_left(root, forms, left, styles, f"ep_size={ep}" if ep > 1 else f"tp_size={tp}", is_strict)
     if not forms and ep > 1:
         raise _no_experts(root, ep)
-    return ExpertPlan(forms, {**left, **replicated}, frozenset(over_tp))
+    plan = ExpertPlan(forms, {**left, **replicated}, frozenset(over_tp))
+    check_agreement("The plan of expert parallelism", plan.outline())
+    return plan
 
 
 def _refuse_others(root: nn.Module, styles: Mapping[str, str], candidates: Mapping[str, nn.Module]) -> None:
@@ -181,7 +187,7 @@ def _unfit(module: nn.Module, num_holders: Counter[int]) -> str | None:
 
 def _try(module: nn.Module, device: torch.device) -> tuple[Form | None, str]:
     """Return the form of a module whose experts compute alone what they compute together; else None and why not."""
-    number = len(inspect.signature(type(module).forward).parameters) - 1
+    number = num_inputs(module)
     if number not in (1, 3):
         return None, (
             f"its forward takes {number} arguments, and not tokens, the indices of their experts, and their weights"
@@ -213,9 +219,10 @@ def _difference(module: nn.Module, form: Form, device: torch.device) -> float | 
         return torch.randn(shape, dtype=torch.float64, device=device, generator=generator)
 
     weights = {key: draw(_NUM_TRIED, *param.shape[1:]) * 0.3 for key, param in module.named_parameters(recurse=False)}
+    module = copy_of(module, shared=module.parameters()).eval()  # Without dropout; it may count tokens in buffers.
     together = _compat.with_parameters(module, weights)
     together.num_experts = _NUM_TRIED  # type: ignore[assignment]
-    with _without_dropout(module), torch.random.fork_rng([]):
+    with unchanged_random_numbers():
         for size in _feature_sizes(module):
             try:
                 return _compare(module, together, weights, form, draw, size)
@@ -257,16 +264,3 @@ def _feature_sizes(module: nn.Module) -> Sequence[int]:
     for param in module.parameters(recurse=False):
         sizes += [size for size in param.shape[1:] if size not in sizes] if param.ndim == 3 else []
     return list(dict.fromkeys(sizes))
-
-
-@contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Switch ``module`` and the modules inside of it to evaluation in this context."""
-    before = [(part, part.training) for part in module.modules()]
-    for part, _ in before:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training

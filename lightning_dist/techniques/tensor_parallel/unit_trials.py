@@ -307,7 +307,7 @@ class UnitTrials:
             heads={inside(key): heads for key, heads in sorted(split.heads.items())},
         )
         used = () if self._dataflow is None else self._dataflow.used_later.get(name, ())
-        kind = kind_of_block(unit, self.calls[name], used)
+        kind = kind_of_block(unit, name, self.calls[name], used)
         trial = self._trials.of(kind, lambda: Trial(unit, self.calls[name], self._mesh, self._num_shards, used))
         if trial.error:
             return f"it could not be tried: {trial.error}"

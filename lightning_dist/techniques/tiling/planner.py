@@ -169,7 +169,7 @@ class _Finder:
 
             return first_that_fits([-(-given.size(TOKENS) // 2)], attempt)[1]
 
-        return self._answers.of(kind_of_block(module, call, ()), why_not)
+        return self._answers.of(kind_of_block(module, name, call, ()), why_not)
 
     def heads(self, size: int) -> tuple[str, ...]:
         """Return the names of the modules that compute logits.
