@@ -10,10 +10,9 @@ from subprocess import Popen
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace, _util
 from jsonargparse._actions import _ActionHelpClassPath, _ActionPrintConfig
 from jsonargparse._typehints import ActionTypeHint
-from jsonargparse._util import NestedArg, get_import_path, import_object
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
@@ -36,11 +35,11 @@ class StrategyAction(ActionTypeHint):
         self, value: Any, append: bool = False, cfg: Namespace | None = None, mode: str | None = None
     ) -> Any:
         try:
-            if isinstance(value, NestedArg) and value.key == "class_path":
+            if isinstance(value, _util.NestedArg) and value.key == "class_path":
                 value = {"class_path": value.val}
             if isinstance(value, str) and value.lstrip().startswith("{"):
                 value = yaml.safe_load(value)
-            if isinstance(value, NestedArg):
+            if isinstance(value, _util.NestedArg):
                 given = cfg.get(self.dest) if cfg is not None else None
                 if isinstance(given, str) or given is None:
                     cfg = Namespace({self.dest: _expand(given or _AUTO, argument=value.key)})
@@ -76,7 +75,7 @@ class StrategyHelpAction(_ActionHelpClassPath):
             names = ", ".join(sorted(StrategyRegistry))
             raise TypeError(f"{option_string}: expected the name of a strategy: {names}")
         try:
-            strategy: type = import_object(_class_path(value))
+            strategy: type = _util.import_object(_class_path(value))
         except TypeError as error:
             raise TypeError(f"{option_string}: {error}") from error
         return strategy
@@ -148,7 +147,7 @@ def active_parser(parser: ArgumentParser, error: Exception | None) -> ArgumentPa
     """
     at_fault = getattr(error, "subcommand_parser", None)
     if at_fault is None and parser._subcommands_action is not None:
-        at_fault = parser._subcommands_action._name_parser_map.get(next(iter(getattr(parser, "args", [])), ""))
+        at_fault = parser._subcommands_action.choices.get(next(iter(getattr(parser, "args", [])), ""))
     return at_fault or parser
 
 
@@ -180,7 +179,7 @@ def options_of(parser: ArgumentParser, command: str) -> list[tuple[argparse.Acti
         command: Name of the command.
     """
     assert parser._subcommands_action is not None
-    actions = parser._subcommands_action._name_parser_map[command]._actions
+    actions = parser._subcommands_action.choices[command]._actions
     return [(action, getattr(action, "_typehint", None)) for action in actions]
 
 
@@ -195,7 +194,7 @@ def type_of(parser: ArgumentParser, key: str) -> Any:
 
 def parameters_of(class_or_path: type | str) -> list[str]:
     """Return the names of a class's configurable arguments, including those that it passes on as ``**kwargs``."""
-    cls = import_object(class_or_path) if isinstance(class_or_path, str) else class_or_path
+    cls = _util.import_object(class_or_path) if isinstance(class_or_path, str) else class_or_path
     names: list[str] = ArgumentParser(exit_on_error=False).add_class_arguments(cls, fail_untyped=False)
     return names
 
@@ -264,7 +263,7 @@ def _expand(name: str, argument: str | None = None) -> dict[str, Any]:
     if name not in StrategyRegistry:
         raise TypeError(f"the strategy {name!r} takes no argument {argument!r}: before it, name a strategy that does.")
     entry = StrategyRegistry[name]
-    spec: dict[str, Any] = {"class_path": get_import_path(entry["strategy"])}
+    spec: dict[str, Any] = {"class_path": _util.get_import_path(entry["strategy"])}
     return spec | {"init_args": dict(entry["init_params"])} if entry["init_params"] else spec
 
 
@@ -272,18 +271,18 @@ def _class_path(name: str) -> str:
     """Return the import path of the strategy with this registered name, class name or import path."""
     found = _class_of(name)
     if found is not None:
-        return str(get_import_path(found))
+        return str(_util.get_import_path(found))
     if "." not in name:
         known = {*StrategyRegistry, _AUTO, *class_names(Strategy)}
         meant = other_names.hint(name)
         raise TypeError(f"no strategy is named {name!r}" + (f": {meant}" if meant else closest(name, known)))
     try:
-        imported = import_object(name)
+        imported = _util.import_object(name)
     except (ImportError, AttributeError, ValueError):
         return name  # The parser explains what is wrong with an import path.
     if not (inspect.isclass(imported) and issubclass(imported, Strategy)):
         raise TypeError(f"{name} is not a Strategy.")
-    return str(get_import_path(imported))
+    return str(_util.get_import_path(imported))
 
 
 def _class_of(name: str) -> type | None:

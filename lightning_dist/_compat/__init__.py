@@ -46,7 +46,6 @@ from lightning_dist._compat.meshes import group_by_mesh
 from lightning_dist._compat.modules import (
     NORM,
     ROUTE,
-    SUBMODULES,
     averages_grouped_by_dtype,
     call,
     convert,
@@ -122,7 +121,6 @@ __all__ = [
     "NORM",
     "READ_NUMBER",
     "ROUTE",
-    "SUBMODULES",
     "USE_COUNT",
     "DispatchMode",
     "FakeTensor",

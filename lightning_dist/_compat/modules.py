@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,6 @@ from torch.optim import swa_utils
 __all__ = [
     "NORM",
     "ROUTE",
-    "SUBMODULES",
     "averages_grouped_by_dtype",
     "call",
     "convert",
@@ -113,23 +113,26 @@ def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
         vars(module)["_flat_weights"][names.index(key)] = tensor
 
 
-SUBMODULES = "_modules"
-"""The attribute in which a module holds its submodules by name.
-
-Replaced by: a public way to list the attributes that users have set on a module.
-"""
-
-
 @contextmanager
 def without_weak_references(module: nn.Module) -> Iterator[None]:
     """Drop the weak references of a recurrent layer to its weights in this context, so that torch can swap these.
 
     Replaced by: ``swap_tensors`` on tensors that have weak references, or recurrent layers without them.
     """
-    has_references = vars(module).pop("_flat_weight_refs", None) is not None
+    if not isinstance(module, nn.RNNBase):
+        yield
+        return
+    lists = [value for value in vars(module).values() if _are_weak_references(value)]
+    for references in lists:
+        references.clear()
     yield
-    if has_references:
-        module._init_flat_weights()  # type: ignore[operator]
+    for references in lists:
+        references += [None if weight is None else weakref.ref(weight) for weight in vars(module)["_flat_weights"]]
+    module.flatten_parameters()
+
+
+def _are_weak_references(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, weakref.ref) for item in value)
 
 
 ROUTE = "_compiled_call_impl"

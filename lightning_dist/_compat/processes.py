@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,12 +112,10 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return entries
 
 
-_COLLECTIVES = (
-    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_to_all_single", "allgather",
-    "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
-    "broadcast", "gather", "recv", "reduce", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced", "scatter", "send",
-)  # fmt: skip
+_COLLECTIVES = [
+    name for name, method in vars(dist.ProcessGroup).items() if re.search(r"-> [\w.:]*\bWork\b", method.__doc__ or "")
+]
+"""The names of the methods by which a process group begins to communicate: those that return a ``Work``."""
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def around_collectives(run: Callable[[Callable[[], Any]], Any], has_streams: boo
     """
     places: list[tuple[Any, str]] = [(dist.Work, "wait")]
     if has_streams:
-        places += [(dist.ProcessGroup, name) for name in _COLLECTIVES if hasattr(dist.ProcessGroup, name)]
+        places += [(dist.ProcessGroup, name) for name in _COLLECTIVES]
         places.append((torch.cuda.Stream, "wait_event"))
     before = [vars(owner)[name] for owner, name in places]
     for (owner, name), function in zip(places, before, strict=True):

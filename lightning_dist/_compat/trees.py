@@ -7,9 +7,15 @@ module. Replaced by: a public ``torch.utils.pytree``.
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils import _pytree
 
 __all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+
+TreeSpec = _pytree.TreeSpec
+tree_flatten = _pytree.tree_flatten
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+tree_unflatten = _pytree.tree_unflatten
 
 
 def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:

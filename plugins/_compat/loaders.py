@@ -17,7 +17,10 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_dist.plugins._compat.loops import loop_of_evaluation
 
 __all__ = [
     "FINGERPRINT",
@@ -93,7 +96,7 @@ def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
     It is infinite for a loader whose length is unknown. This could be replaced by public properties of the Trainer for
     all of its loops.
     """
-    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    loop = loop_of_evaluation(trainer)
     return list(_known_batches(loop.max_batches, loop._combined_loader))
 
 
@@ -130,7 +133,10 @@ def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
     This could be replaced by a public function of the loops.
     """
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    is_of_datamodule = datamodule is not None and is_overridden("on_before_batch_transfer", datamodule)
+    hooks = datamodule if is_of_datamodule else trainer.lightning_module
+    batch = hooks.on_before_batch_transfer(batch, dataloader_idx)
     return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device, dataloader_idx)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, WeightAveraging
-from lightning.pytorch.trainer import call
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
@@ -24,7 +25,9 @@ __all__ = [
     "is_first_batch",
     "leave_signals_alone",
     "logging_step",
+    "loop_of_evaluation",
     "observe_fetching",
+    "output_of_step",
     "put_training_weights_back",
     "scheduled_accumulation",
     "step_name",
@@ -92,6 +95,17 @@ def around_every_batch(
     vars(loop)["advance"] = advance
 
 
+def loop_of_evaluation(trainer: Trainer) -> Any:
+    """Return the loop of the evaluation or prediction that ``trainer`` runs, or of the validations of its fit."""
+    assert trainer.state.fn is not None
+    return {
+        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }[trainer.state.fn]
+
+
 def is_first_batch(trainer: Trainer) -> bool:
     """Return whether no batch of the epoch has been fetched.
 
@@ -143,7 +157,7 @@ def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -
     Returns:
         A function that stops these calls.
     """
-    loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    loop = loop_of_evaluation(trainer)
     name = "on_run_end" if trainer.predicting else "_store_dataloader_outputs"
     functions: list[Callable[[], None]] = getattr(vars(loop).get(name), "functions", [])
     functions.append(function)
@@ -196,12 +210,11 @@ def agree_on_decisions(trainer: Trainer) -> None:
         return agreed
 
     def validates_now(data_fetcher: Any) -> bool:
-        decision: bool = trainer.strategy.broadcast(type(loop)._should_check_val_fx(loop, data_fetcher))
-        return decision
+        decision: bool = type(loop)._should_check_val_fx(loop, data_fetcher)
+        is_by_time = trainer.val_check_batch is None
+        return bool(trainer.strategy.broadcast(decision)) if is_by_time else decision
 
-    vars(loop)["_get_monitor_value"] = monitored
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        vars(loop)["_should_check_val_fx"] = validates_now
+    vars(loop).update(_get_monitor_value=monitored, _should_check_val_fx=validates_now)
 
 
 def allow_skipped_steps(trainer: Trainer) -> None:
@@ -211,12 +224,29 @@ def allow_skipped_steps(trainer: Trainer) -> None:
     This could be replaced by a property of strategies that says whether they reduce gradients.
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    loop.output_result_cls = _SkippableResult
 
-    def training_step(kwargs: Any) -> Any:
-        output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
-        return loop.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
 
-    vars(loop)["_training_step"] = training_step
+class _Skipped(dict[str, Any]):
+    """Say that ``training_step`` has returned None."""
+
+
+class _SkippableResult(ClosureResult):
+    """Hold the output of ``training_step``, which may be :class:`_Skipped`."""
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: STEP_OUTPUT, normalize: int = 1) -> ClosureResult:
+        output = None if isinstance(training_step_output, _Skipped) else training_step_output
+        return super().from_training_step_output(output, normalize)
+
+
+def output_of_step(trainer: Trainer, output: STEP_OUTPUT) -> STEP_OUTPUT:
+    """Return what a strategy returns to Lightning for the ``output`` of ``training_step``.
+
+    It differs from ``output`` if that is None, and :func:`allow_skipped_steps` was called for ``trainer``.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return _Skipped() if output is None and loop.output_result_cls is _SkippableResult else output
 
 
 def leave_signals_alone(trainer: Trainer) -> None:

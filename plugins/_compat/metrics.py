@@ -52,7 +52,7 @@ def update_metrics_apart(collection: MetricCollection) -> None:
 
     This could be replaced by a way to switch off ``compute_groups`` of an existing collection.
     """
-    names = list(collection._modules)
+    names = list(collection.keys(keep_base=True))
     vars(collection).update(_groups={index: [name] for index, name in enumerate(names)}, _groups_checked=True)
 
 
@@ -86,7 +86,11 @@ def compute_alone(metric: Metric) -> None:
 
     This could be replaced by a ``sync_on_compute`` of torchmetrics that holds for metrics that exist already.
     """
-    metric.sync_on_compute = metric._to_sync = False
+    metric.distributed_available_fn = _is_alone
+
+
+def _is_alone() -> bool:
+    return False
 
 
 def gather_metrics_over(ranks: dist.ProcessGroup) -> Callable[[], None]:

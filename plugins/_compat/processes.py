@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -13,17 +15,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-)
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
 
@@ -43,6 +39,8 @@ __all__ = [
 ]
 
 
+IS_INTERACTIVE = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
 _num_started = itertools.count()
 """Number of process groups of all processes that :func:`init_process_group` has started in this process."""
 
@@ -57,7 +55,7 @@ def init_process_group(
     This could be replaced by a base class in Lightning for strategies that run one process per device.
     """
     reset_seed()
-    backend = backend or _get_default_process_group_backend_for_device(device)
+    backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
     rank, world_size = environment.global_rank(), environment.world_size()
     # torch 2.13 cannot create groups of some ranks from a group of gloo that is bound to a device.
     backends = dict(part.rpartition(":")[::2] for part in backend.split(","))
@@ -73,8 +71,18 @@ def init_process_group(
             environment.main_address, environment.main_port, world_size, is_master=False, timeout=patience
         )
         how["store"] = fresh_store(shared, rank, world_size, patience)
-    _init_dist_connection(environment, backend, rank, world_size, **how)
+    if not dist.is_initialized():
+        os.environ.update(MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port))
+        dist.init_process_group(backend, rank=rank, world_size=world_size, **how)
+        if "nccl" in backends.values():
+            atexit.register(_destroy_process_group)
     return backend
+
+
+def _destroy_process_group() -> None:
+    """Destroy all process groups, since NCCL warns of those that are left when a process ends."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def set_timeout(timeout: timedelta | None) -> None:
@@ -104,7 +112,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def limit_threads(self) -> None:
         """Share the cores of the node among its processes, unless the user has set a number of threads."""
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        if "OMP_NUM_THREADS" not in os.environ:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            num_threads = max(1, cores // self.num_processes)
+            torch.set_num_threads(num_threads)
+            os.environ["OMP_NUM_THREADS"] = str(num_threads)
 
 
 class ForkLauncher(_MultiProcessingLauncher):
@@ -130,9 +142,9 @@ class ForkLauncher(_MultiProcessingLauncher):
 def is_interactive() -> bool:
     """Return whether this is a notebook or another interactive session, in which no script can be started again.
 
-    This could be replaced by a public name in Lightning.
+    What counts is the time of the import, as in Lightning: a debugger may have made a script interactive later.
     """
-    return bool(accelerator_connector._IS_INTERACTIVE)
+    return IS_INTERACTIVE
 
 
 def set_rank_zero(global_rank: int) -> None:

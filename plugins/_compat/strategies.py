@@ -11,9 +11,10 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.optim import Optimizer
+
+from lightning_dist.plugins._compat.processes import ForkLauncher, ScriptLauncher
 
 __all__ = ["LightningStrategy", "clip_after_closure", "explain_strategy_errors"]
 
@@ -30,7 +31,7 @@ class LightningStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         self.configure_launcher()
 
-    def set_launcher(self, launcher: _Launcher) -> None:
+    def set_launcher(self, launcher: ScriptLauncher | ForkLauncher) -> None:
         """Set the object that ``launcher`` returns."""
         self._launcher = launcher
 

@@ -16,7 +16,6 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import (
-    _DataFetcher,
     _DataFetcherWrapper,
     _DataLoaderIterDataFetcher,
     _PrefetchDataFetcher,
@@ -24,6 +23,8 @@ from lightning.pytorch.loops.fetchers import (
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
+
+from lightning_dist.plugins._compat.loops import loop_of_evaluation
 
 __all__ = [
     "agree_on_evaluation_batches",
@@ -170,7 +171,7 @@ class _AgreeingFetcher(_PrefetchDataFetcher):
 
     @override
     def __iter__(self) -> _AgreeingFetcher:
-        _DataFetcher.__iter__(self)
+        super(_PrefetchDataFetcher, self).__iter__()  # Lightning's own fetches ahead by itself.
         self._fetch_ahead()
         return self
 
@@ -199,7 +200,7 @@ class _AgreeingFetcher(_PrefetchDataFetcher):
             states = copy.deepcopy(type(self.combined_loader)._state_dicts(self.combined_loader))
             if not self._is_exhausted:
                 try:
-                    self._queue.append((_DataFetcher.__next__(self), states))
+                    self._queue.append((super(_PrefetchDataFetcher, self).__next__(), states))
                 except StopIteration:
                     self._is_exhausted = True
                 self.done = False
@@ -271,7 +272,7 @@ def described_results(trainer: Trainer) -> list[tuple[Any, ...]]:
     Args:
         trainer: A Trainer in an evaluation, not in a prediction.
     """
-    results: Any = trainer._evaluation_loop._results
+    results: Any = loop_of_evaluation(trainer)._results
     return [
         (key, results.dataloader_idx, _described(metric))
         for key, metric in results.valid_items()
@@ -302,7 +303,7 @@ def complete_results(trainer: Trainer, described: Sequence[tuple[Any, ...]]) -> 
         described: The descriptions of all ranks' values by :func:`described_results`, each once, in the order in which
             all ranks reduce them.
     """
-    results: Any = trainer._evaluation_loop._results
+    results: Any = loop_of_evaluation(trainer)._results
     ordered: dict[str, Any] = {}
     for key, _, description in described:
         metric = results.pop(key, None)

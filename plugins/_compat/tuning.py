@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.memory import is_oom_error
 
+from lightning_dist.plugins._compat.loops import loop_of_evaluation
+
 __all__ = ["agree_on_trials", "reduce_losses_of_finders"]
 
 
@@ -49,7 +51,7 @@ def _hiding_processes(callback: BatchSizeFinder) -> Callable[..., None]:
 
 def _agreeing(callback: BatchSizeFinder, agree: Callable[[Exception | None], Exception | None]) -> Callable[..., None]:
     def scale_batch_size(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        loop: Any = trainer._active_loop
+        loop = trainer.fit_loop if trainer.training else loop_of_evaluation(trainer)
 
         def run() -> Any:
             result: Any = None

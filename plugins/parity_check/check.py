@@ -136,11 +136,11 @@ class _Adaptation:
 
     Args:
         without_dropout: Names of probabilities of dropout that were set to 0; None if dropout was left as it is.
-        num_microbatches: Number of microbatches into which one process splits each batch, as a pipeline does.
+        num_parts: Number of microbatches into which one process splits each batch, as a pipeline does.
     """
 
     without_dropout: list[str] | None
-    num_microbatches: int = 1
+    num_parts: int = 1
 
 
 class _Check:
@@ -185,7 +185,7 @@ class _Check:
             recording = join_batches(run.recording) if run.joins_batches else run.recording
             with one_process(), _quietly():
                 reference = repeat(
-                    module, recording, self._num_steps, run.adapted.num_microbatches, run.device, self._datamodule,
+                    module, recording, self._num_steps, run.adapted.num_parts, run.device, self._datamodule,
                     run.adapted.without_dropout is not None, callbacks, **settings.in_one_process(run.precision),
                 )  # fmt: skip
             return self._report(run, reference, settings.callbacks_left_out)
@@ -282,7 +282,7 @@ def _adapt_at_setup(strategy: MeshStrategy, joins_batches: bool) -> _Adaptation:
             refuse_batch_norm(module)
         pipeline = strategy.parallel.get(Pipeline)
         if pipeline is not None and any(batch_norms(module)):
-            adapted.num_microbatches = pipeline.config.num_microbatches
+            adapted.num_parts = pipeline.config.num_microbatches
         audit = strategy.parallel.get(FirstStepAudit)
         assert audit is not None
         audit.compares_weights = False  # The recorder compares them, and more.
@@ -313,8 +313,8 @@ def _batches(run: _Run) -> str:
         text += f" of each of {ranks} data-parallel ranks, {how}"
     else:
         text += ", the same as under the strategy"
-    if run.adapted.num_microbatches > 1:
-        text += f"; in {run.adapted.num_microbatches} microbatches, as in the pipeline, because of BatchNorm"
+    if run.adapted.num_parts > 1:
+        text += f"; in {run.adapted.num_parts} microbatches, as in the pipeline, because of BatchNorm"
     return text
 
 

@@ -62,7 +62,7 @@ def repeat(
     module: LightningModule,
     recording: Recording,
     num_steps: int,
-    num_microbatches: int,
+    num_parts: int,
     device: torch.device,
     datamodule: LightningDataModule | None,
     without_dropout: bool,
@@ -75,16 +75,16 @@ def repeat(
         module: New instance of the module that was run, which gets the recorded initial weights.
         recording: The run under the strategy.
         num_steps: Number of optimizer steps; with manual optimization, of batches.
-        num_microbatches: Number of microbatches into which each batch is split.
+        num_parts: Number of microbatches into which each batch is split.
         device: Device to compute on.
         datamodule: The run's datamodule, which steps may read attributes of; it is not asked for data.
         without_dropout: Whether dropout was switched off in the run.
         callbacks: Callbacks that take part in the training.
         arguments: Arguments of the Trainer, without those that distribute a run.
     """
-    calls = _calls(module, recording, num_microbatches)
+    calls = _calls(module, recording, num_parts)
     repeater = _Repeater(calls, recording, num_steps, datamodule)
-    per_batch = num_microbatches * len(recording.batches)
+    per_batch = num_parts * len(recording.batches)
     if recording.is_automatic:
         arguments["accumulate_grad_batches"] = per_batch * arguments.get("accumulate_grad_batches", 1)
     strategy = _OneProcess(device, without_dropout)
@@ -117,14 +117,14 @@ class _Call:
     is_of_last_rank: bool
 
 
-def _calls(module: LightningModule, recording: Recording, num_microbatches: int) -> list[_Call]:
+def _calls(module: LightningModule, recording: Recording, num_parts: int) -> list[_Call]:
     splitter, calls = BatchSplitter(module), []
     for of_ranks in zip(*recording.batches, strict=True):
         for rank, recorded in enumerate(of_ranks):
-            is_split = num_microbatches > 1
-            parts = splitter.split(recorded.batch, num_microbatches) if is_split else [recorded.batch]
-            if len(parts) != num_microbatches:
-                raise ValueError(f"A batch of data-parallel rank {rank} cannot be split into {num_microbatches} parts.")
+            is_split = num_parts > 1
+            parts = splitter.split(recorded.batch, num_parts) if is_split else [recorded.batch]
+            if len(parts) != num_parts:
+                raise ValueError(f"A batch of data-parallel rank {rank} cannot be split into {num_parts} parts.")
             for index, part in enumerate(parts):
                 call = _Call(part, recorded, index == 0, index == len(parts) - 1, rank == 0, rank == len(of_ranks) - 1)
                 calls.append(call)

@@ -496,7 +496,7 @@ class MeshStrategy(ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's ``training_step``. This is a collective, like all steps."""
-        return self.runner.train(args, kwargs)
+        return _compat.output_of_step(self.trainer, self.runner.train(args, kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

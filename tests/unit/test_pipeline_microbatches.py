@@ -14,7 +14,7 @@ from lightning_dist.plugins.strategies.steps.result import merged_outputs
 from lightning_dist.techniques.pipeline import (
     batch_size_of,
     check_divides,
-    num_microbatches_for,
+    greatest_divisor,
     signature,
     split_batch,
 )
@@ -65,7 +65,7 @@ def test_tensors_with_different_numbers_of_samples_are_refused() -> None:
 
 @pytest.mark.parametrize(("size", "wanted", "number"), [(8, 4, 4), (6, 4, 3), (5, 4, 1), (2, 4, 2), (0, 4, 1)])
 def test_a_smaller_batch_is_split_into_as_many_microbatches_as_divide_it(size: int, wanted: int, number: int) -> None:
-    assert num_microbatches_for(size, wanted) == number
+    assert greatest_divisor(size, wanted) == number
 
 
 def test_a_full_batch_must_be_divisible_by_the_number_of_microbatches() -> None:

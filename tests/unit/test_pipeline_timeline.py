@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from lightning_dist.mesh.timeline import Action, Order, Recorder, Span, Timeline, aligned
-from lightning_dist.techniques.pipeline.schedules import SCHEDULES, stages_of
-from lightning_dist.techniques.pipeline.simulation import order_of, simulate
+from lightning_dist.techniques.pipeline.schedules import SCHEDULES, order_of, stages_of
+from lightning_dist.techniques.pipeline.simulation import simulate
 from tests.pool import WorkerPool
 
 

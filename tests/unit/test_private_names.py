@@ -41,8 +41,8 @@ _LIBRARIES = (
     "transformers", "safetensors",
 )  # fmt: skip
 
-_MAX_OF_TORCH = 86
-_MAX_OF_OTHERS = 70
+_MAX_OF_TORCH = 75
+_MAX_OF_OTHERS = 54
 _MAX_REPLACED = 22
 
 _ALLOWED = {

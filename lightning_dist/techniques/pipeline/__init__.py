@@ -24,10 +24,11 @@ from lightning_dist.techniques.pipeline.buffers import BuffersOfStep
 from lightning_dist.techniques.pipeline.failures import Attempt, Failure, PathAgreement, raise_first, raise_together
 from lightning_dist.techniques.pipeline.in_turn import StagesInTurn, refuse_gradients_of_parts
 from lightning_dist.techniques.pipeline.microbatches import (
+    SPLIT_BY_HAND,
     batch_size_of,
     check_divides,
+    greatest_divisor,
     map_leaves,
-    num_microbatches_for,
     signature,
     split_batch,
 )
@@ -42,6 +43,7 @@ from lightning_dist.techniques.pipeline.stand_in import refuse_stand_ins
 
 __all__ = [
     "SCHEDULES",
+    "SPLIT_BY_HAND",
     "AllStages",
     "Attempt",
     "BuffersOfStep",
@@ -60,8 +62,8 @@ __all__ = [
     "check_divides",
     "drop_remote",
     "find_stages",
+    "greatest_divisor",
     "map_leaves",
-    "num_microbatches_for",
     "own_units",
     "raise_first",
     "raise_together",

@@ -17,7 +17,7 @@ _UPDATE = 30
 """Cost of updating one parameter in an optimizer step (gradient, two moments, weight), in floating-point operations."""
 
 
-def costs(graph: StepGraph, root: nn.Module, num_microbatches: int) -> list[float]:
+def costs(graph: StepGraph, root: nn.Module, share_of_update: float) -> list[float]:
     """Estimate the time of each call for one microbatch of a step, in floating-point operations.
 
     The time is that of the forward, the backward and the call's share of the optimizer step. The time of the code
@@ -26,14 +26,14 @@ def costs(graph: StepGraph, root: nn.Module, num_microbatches: int) -> list[floa
     Args:
         graph: Graph of the traced step, in which each call has the cost of its forward and the parameters that it uses.
         root: The user's module with the parameters of all stages; tensors may be on the meta device.
-        num_microbatches: The number of microbatches, by which the time of the optimizer step is divided.
+        share_of_update: The part of an optimizer step's time that counts for a microbatch.
     """
     params = dict(root.named_parameters(remove_duplicate=False))
     modules = dict(root.named_modules())
     found = []
     for call in graph.calls:
         own = set(modules[call.name].parameters()) | {params[name] for name in call.params}
-        update = _UPDATE * sum(param.numel() for param in own) / num_microbatches
+        update = _UPDATE * sum(param.numel() for param in own) * share_of_update
         found.append((1 + _BACKWARD) * call.cost + update)
     found[-1] += (1 + _BACKWARD) * graph.end.cost
     return found

@@ -8,7 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["batch_size_of", "check_divides", "map_leaves", "num_microbatches_for", "signature", "split_batch"]
+__all__ = [
+    "SPLIT_BY_HAND",
+    "batch_size_of",
+    "check_divides",
+    "greatest_divisor",
+    "map_leaves",
+    "signature",
+    "split_batch",
+]
+
+SPLIT_BY_HAND = "define split_batch(batch, num_microbatches) on the module, which returns a list of microbatches"
+"""What users are told to do if a batch cannot be split along dimension 0."""
 
 
 def batch_size_of(batch: Any) -> int:
@@ -36,7 +47,7 @@ def batch_size_of(batch: Any) -> int:
             f"batch{first} has {a} and batch{second} has {b}: a pipeline splits every tensor of a batch into"
             " microbatches along dimension 0, so that its size must be the same for all. If a tensor does not belong"
             " to the samples, give it a leading dimension of the batch's size, or keep it on the module as a buffer;"
-            " or define split_batch(batch, num_microbatches) on the module, which returns a list of microbatches."
+            f" or {SPLIT_BY_HAND}."
         )
     return next(iter(sizes), 0)
 
@@ -61,14 +72,9 @@ def check_divides(size: int, num_microbatches: int) -> None:
         )
 
 
-def num_microbatches_for(size: int, wanted: int) -> int:
-    """Return the greatest number up to ``wanted`` that divides ``size``; 1 if ``size`` is 0.
-
-    Args:
-        size: The number of samples of a batch, which may be an epoch's last and smaller than the others.
-        wanted: The number of microbatches of a full batch.
-    """
-    return max((number for number in range(1, wanted + 1) if size and size % number == 0), default=1)
+def greatest_divisor(size: int, most: int) -> int:
+    """Return the greatest number up to ``most`` that divides ``size``; 1 if ``size`` is 0."""
+    return max((number for number in range(1, most + 1) if size and size % number == 0), default=1)
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:

@@ -197,7 +197,7 @@ class Pipeline(RemoteParts, SavedState, Scheduled):
         if self.config.in_turn:
             yield "schedule", "none: with manual optimization the stages work in turn, each on a rank's whole batch"
             return
-        yield "schedule", f"{self.config.schedule}, {self.config.num_microbatches} microbatches of a rank's batch"
+        yield "schedule", self.config.description
 
     def known_path(self, key: object, arguments: Sequence[Any] = ()) -> int:
         """Return the number of the known path that a step takes on this rank, or -1 if it must be traced.
@@ -230,7 +230,7 @@ class Pipeline(RemoteParts, SavedState, Scheduled):
         return self._paths[key].trace(arguments, trace)
 
     def prepare(
-        self, key: object, path: int, is_traced: bool, num_microbatches: int, has_backward: bool
+        self, key: object, path: int, is_traced: bool, microbatches: Sequence[Any], has_backward: bool
     ) -> PreparedStep:
         """Plan how the next step runs on the stages, or return the plan of an earlier step that took the same path.
 
@@ -238,12 +238,12 @@ class Pipeline(RemoteParts, SavedState, Scheduled):
             key: The key for which :meth:`known_path` was called before.
             path: The number of the step's path, on which all ranks of the pipeline agree, or -1 if the path is new.
             is_traced: Whether :meth:`trace` has just traced the step.
-            num_microbatches: Number of microbatches into which the batch of this step is split.
+            microbatches: The microbatches into which the batch of this step is split.
             has_backward: Whether a backward is run for each microbatch, as in training.
         """
         paths = self._paths[key]
         graph = paths.remember(path) if is_traced else paths.known(path)
-        prepared = self.runner.prepare(graph, num_microbatches, has_backward)
+        prepared = self.runner.prepare(graph, len(microbatches), has_backward)
         if has_backward:
             self.shared.record_used_parameters(graph)
         return prepared

@@ -18,8 +18,7 @@ from lightning_dist.techniques.pipeline.attributes import restoring_attributes
 from lightning_dist.techniques.pipeline.buffers import BuffersOfStep
 from lightning_dist.techniques.pipeline.failures import Failure
 from lightning_dist.techniques.pipeline.replay import MicrobatchSeed, Replay, StagePlan
-from lightning_dist.techniques.pipeline.schedules import SCHEDULES
-from lightning_dist.techniques.pipeline.simulation import order_of
+from lightning_dist.techniques.pipeline.schedules import SCHEDULES, order_of
 from lightning_dist.techniques.pipeline.stages import PipelineConfig, Stages
 from lightning_dist.tracing.step_graph import Leaf, StepGraph
 

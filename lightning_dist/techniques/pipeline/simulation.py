@@ -2,55 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
-
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from collections.abc import Mapping
 
 from lightning_dist.mesh.timeline import Action, Kind, Order, Span, Timeline, messages
 
-__all__ = ["EVEN", "order_of", "simulate"]
+__all__ = ["EVEN", "simulate"]
 
 EVEN: Mapping[Kind, float] = {"F": 1, "I": 1, "W": 1, "B": 2}
 """Time of each kind of action, where a forward and either part of a backward take one unit."""
-
-
-def order_of(schedule: Any, pp_size: int, num_microbatches: int) -> Order:
-    """Return the actions of each rank under ``schedule``, in order.
-
-    Args:
-        schedule: A schedule of :mod:`torch.distributed.pipelining` that runs backwards.
-        pp_size: The number of ranks of the pipeline.
-        num_microbatches: The number of microbatches in a step.
-    """
-    numbers = range(num_microbatches)
-    if isinstance(schedule, ScheduleGPipe):
-        return [[Action(kind, rank, n) for kind in ("F", "B") for n in numbers] for rank in range(pp_size)]
-    if isinstance(schedule, Schedule1F1B):
-        # The schedule's own _get_pipeline_order is not used, because it numbers the last rank's forwards from 1
-        # (torch 2.13).
-        return [_one_forward_one_backward(rank, pp_size, num_microbatches) for rank in range(pp_size)]
-    return [[_action(found) for found in _flat(schedule.pipeline_order[rank])] for rank in range(pp_size)]
-
-
-def _one_forward_one_backward(rank: int, pp_size: int, num_microbatches: int) -> list[Action]:
-    warmup = min(num_microbatches, pp_size - rank)
-    order = [Action("F", rank, n) for n in range(warmup)]
-    for n in range(num_microbatches):
-        order.append(Action("B", rank, n))
-        if n + warmup < num_microbatches:
-            order.append(Action("F", rank, n + warmup))
-    return order
-
-
-def _flat(actions: Any) -> Iterator[Any]:
-    for action in actions:
-        if action is not None:
-            yield from action.sub_actions or (action,)
-
-
-def _action(found: Any) -> Action:
-    return Action(cast(Kind, found.computation_type.value), found.stage_index, found.microbatch_index)
 
 
 def simulate(order: Order, costs: Mapping[Kind, float] = EVEN) -> Timeline:

@@ -67,6 +67,11 @@ class PipelineConfig:
         return self.first.num_microbatches
 
     @property
+    def description(self) -> str:
+        """Return the schedule and the number of microbatches, in words."""
+        return f"{self.schedule}, {self.num_microbatches} microbatches of a rank's batch"
+
+    @property
     def in_turn(self) -> bool:
         """Return whether steps run their own backwards, so that the stages work in turn (see :mod:`.in_turn`)."""
         return self.first.in_turn
@@ -183,7 +188,7 @@ def find_stages(
         ValueError: If ``config.split`` does not fit the model.
     """
     parts, blocks, graph = _traced(root, config, blocks, device)
-    called = costs(graph, root, config.num_microbatches)
+    called = costs(graph, root, 1 / config.num_microbatches)
     names = [call.name for call in graph.calls]
     if config.split is not None:
         stages = split_by_hand(names, config.split, config.num_stages, [name for name, _ in root.named_modules()])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist._compat import SUBMODULES, FakeTensorMode
+from lightning_dist._compat import FakeTensorMode
 from lightning_dist.model.own_generators import get_state, own_generators, set_state
 from lightning_dist.model.tensor_places import put, tensor_places
 from lightning_dist.tracing.step_graph.contents import items_of, packages_of, set_items
@@ -310,9 +310,8 @@ def _restored(root: nn.Module) -> Iterator[None]:
     contents: dict[int, tuple[Any, list[Any]]] = {}
     packages = packages_of(root)
     for _, attributes in saved:
-        for key, value in attributes.items():
-            if key != SUBMODULES:
-                _keep(value, contents, packages)
+        for value in attributes.values():
+            _keep(value, contents, packages)
     try:
         yield
     finally:

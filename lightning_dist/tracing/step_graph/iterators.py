@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dist._compat import SUBMODULES
-
 __all__ = ["iterators_rewound"]
 
 _DEPTH = 3
 """Number of levels of lists and dictionaries in a module's attributes that are searched for iterators."""
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has, such as the dictionary of its submodules."""
 
 
 class _Watched(Iterator[Any]):
@@ -104,7 +105,7 @@ def _places(root: nn.Module) -> list[tuple[Any, Any, Iterator[Any], str]]:
             if isinstance(value, Iterator):
                 if not isinstance(value, io.IOBase):
                     found.append((container, key, value, inner))
-            elif type(value) in (dict, list) and depth and key != SUBMODULES:
+            elif type(value) in (dict, list) and depth and (depth < _DEPTH or key not in _OF_TORCH):
                 search(value, inner, depth - 1)
 
     for name, module in root.named_modules():

@@ -54,8 +54,8 @@ def warn_of_other_losses(
         "is a sum over samples" if math.isclose(twice, 2 * once, rel_tol=1e-3) else "compares samples with each other"
     )
     warnings.warn(
-        f"The loss of {name}.training_step {what}, and a pipeline takes the mean of the losses of"
-        f" {pipeline.config.num_microbatches} microbatches: that is another number than the loss of the whole batch."
+        f"The loss of {name}.training_step {what}, and a pipeline takes the mean of the losses of its microbatches"
+        f" ({pipeline.config.description}): that is another number than the loss of the whole batch."
         " Return a mean over samples, or use a strategy without stages.",
         stacklevel=2,
     )

@@ -9,7 +9,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_dist._compat import NORM
-from lightning_dist.techniques.pipeline import batch_size_of, check_divides, num_microbatches_for, split_batch
+from lightning_dist.techniques.pipeline import (
+    SPLIT_BY_HAND,
+    batch_size_of,
+    check_divides,
+    greatest_divisor,
+    split_batch,
+)
 
 __all__ = ["BatchSplitter"]
 
@@ -20,8 +26,8 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class BatchSplitter:
     """Split the batches of ``module`` into microbatches.
 
-    A module may define ``split_batch(batch, num_microbatches)``, which returns a list of microbatches, for batches
-    whose samples are not along dimension 0 of every tensor.
+    A module may define a method ``split_batch``, which is given a batch and the number of microbatches, and returns a
+    list of them, for batches whose samples are not along dimension 0 of every tensor.
 
     Args:
         module: The user's module. If it has BatchNorm in training mode, each microbatch gets at least two samples.
@@ -49,7 +55,7 @@ class BatchSplitter:
             return len(self.split(batch, most if wanted is None else wanted))
         size = self._size(batch)
         if wanted is None:
-            return num_microbatches_for(size, max(min(most, size // self._least), 1))
+            return greatest_divisor(size, max(min(most, size // self._least), 1))
         check_divides(size, wanted)
         return wanted
 
@@ -68,7 +74,7 @@ class BatchSplitter:
                 )
             return parts
         size = self._size(batch)
-        return split_batch(batch, num_microbatches_for(size, max(min(wanted, size // self._least), 1)))
+        return split_batch(batch, greatest_divisor(size, max(min(wanted, size // self._least), 1)))
 
     def sizes(self, microbatches: Sequence[Any]) -> list[int]:
         """Return the numbers of samples of microbatches from :meth:`split`, which are the weights of logged values."""
@@ -87,8 +93,8 @@ class BatchSplitter:
             raise ValueError(
                 f"The batch is a {type(batch).__name__} in which a pipeline finds no samples to split into"
                 " microbatches. Make it a tensor, or a dict, list, tuple or dataclass of tensors; or give its class"
-                " __len__ (the number of samples) and __getitem__ (which takes a slice of them); or define"
-                f" split_batch(batch, num_microbatches) on {self._name}, which returns a list of microbatches."
+                " __len__ (the number of samples) and __getitem__ (which takes a slice of them); or"
+                f" {SPLIT_BY_HAND}."
             )
         return size
 

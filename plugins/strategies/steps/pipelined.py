@@ -388,7 +388,7 @@ class PipelinedSteps(Steps):
             path = self._path_agreement.agree(path, False, begin.failure, self._on_host)
         result: StepResult | None = None
         with begin:
-            prepared = pipeline.prepare(key, path, not is_known, len(microbatches), has_backward)
+            prepared = pipeline.prepare(key, path, not is_known, microbatches, has_backward)
             result = StepResult(self._module, prepared.graph, sizes, self._metrics)
         if not is_known:
             raise_together(begin.failure, self._on_host)

@@ -67,22 +67,22 @@ class LossWeights:
         # A mean over no tokens is NaN, and would stay NaN when multiplied by zero.
         return torch.where(self._current > 0, loss, 0.0) * self._current.to(loss.dtype)
 
-    def normalize(self, params: Iterable[nn.Parameter], num_microbatches: int) -> None:
+    def normalize(self, params: Iterable[nn.Parameter], num_losses: int) -> None:
         """Divide the reduced gradients by the sum of all ranks' weights, if steps return weights.
 
         This is a collective in that case.
 
         Args:
-            params: Parameters whose gradients are means over ranks of sums over microbatches, each of which was divided
-                by ``num_microbatches``.
-            num_microbatches: Number of microbatches of an optimizer step.
+            params: Parameters whose gradients are means over ranks of sums over losses, each of which was divided
+                by ``num_losses``.
+            num_losses: Number of losses of an optimizer step: of its batches or microbatches.
         """
         if self._total is None:
             return
         total = self._total.clone()
         dist.all_reduce(total)
         self._total = None
-        factor = dist.get_world_size() * num_microbatches / float(total) if total else 0.0
+        factor = dist.get_world_size() * num_losses / float(total) if total else 0.0
         for param in params:
             if param.grad is not None:
                 param.grad.mul_(factor)

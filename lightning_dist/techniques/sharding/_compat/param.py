@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from lightning_dist._compat import local_of, replace_local
+from lightning_dist._compat import local_of, put_parameter, replace_local
 from lightning_dist.parameters.on_use import prepare_write
 from lightning_dist.parameters.shard_memory import ShardMemory
 from lightning_dist.techniques.sharding._compat.wrapped import WrappedParam
@@ -117,7 +117,11 @@ class ShardedParam:
         for module, name in modules:
             info.shared_modules.append(module)
             info.shared_param_names.append(name)
-        self._param._setattr_on_modules(self.shard)
+        self._put(self.shard)
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        for module, name, _ in self.held():
+            put_parameter(module, name, tensor)
 
     def begin_stand_in(self, make: MakeStandIn) -> None:
         """Create a stand-in for the shard, if there is none, which modules may hold while the parameter is sharded."""
@@ -131,11 +135,11 @@ class ShardedParam:
     def put_stand_in(self) -> None:
         """Put the stand-in into the modules."""
         assert self._stand_in is not None
-        self._param._setattr_on_modules(self._stand_in)
+        self._put(self._stand_in)
 
     def put_shard(self) -> None:
         """Put the shard into the modules."""
-        self._param._setattr_on_modules(self.shard)
+        self._put(self.shard)
 
     def held(self) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
         """Yield each module that holds the parameter, the name in it, and the tensor that the module holds now."""

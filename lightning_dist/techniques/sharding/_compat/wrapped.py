@@ -117,6 +117,6 @@ class _LargestValues:
     def find(self) -> None:
         """Give each parameter its largest value. This is a collective."""
         shards = [param._sharded_param_data for param in self._params]
-        own = torch.stack(torch._foreach_norm(shards, torch.inf)).to(torch.float32)
+        own = torch.stack([torch.linalg.vector_norm(shard, torch.inf) for shard in shards]).to(torch.float32)
         for param, value in zip(self._params, self._over_ranks(own), strict=True):
             param._largest = value
