@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links faults clean
+.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
 	@echo "make quick   lint, types, unit tests, and one distributed test of each strategy, for the inner loop"
 	@echo "make test    lint, types, and the tests that run in minutes"
 	@echo "make docs    the documentation as pages, in docs/_build"
+	@echo "make thorough  the distributed tests that make test leaves out"
 	@echo "make parity  every combination of the comparison with one process"
 	@echo "make nccl-rules  the parity and distributed tests, over a backend that has the rules of NCCL"
 	@echo "make accelerator-rules  training on a simulated accelerator: races between streams, and what the host waits for"
@@ -67,11 +68,14 @@ test: lint
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
+thorough: $(VENV)/installed-dev
+	$(BIN)/python -m pytest --thorough -m thorough --numprocesses 2 --dist worksteal
+
 parity: $(VENV)/installed-dev
 	$(BIN)/python -m pytest tests/parity --matrix=full
 
 nccl-rules: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --backend nccl-rules --numprocesses 2 --dist worksteal tests/parity tests/distributed tests/nccl_rules
+	$(BIN)/python -m pytest --backend nccl-rules --thorough --numprocesses 2 --dist worksteal tests/parity tests/distributed tests/nccl_rules
 
 accelerator-rules: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --matrix full --numprocesses 2 --dist worksteal tests/accelerator_rules

@@ -158,18 +158,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="default",
         help="how ranks communicate: over the default backend of their device, or over gloo under the rules of NCCL",
     )
+    parser.addoption("--thorough", action="store_true", help="run the tests that are marked as thorough as well")
     parser.addoption(
         "--matrix", choices=["pairwise", "full"], default="pairwise", help="which combinations the parity tests run"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of what only gloo does if ranks communicate over another backend."""
-    if config.getoption("backend") == "default":
-        return
-    of_gloo = [item for item in items if item.get_closest_marker("gloo")]
-    items[:] = [item for item in items if not item.get_closest_marker("gloo")]
-    config.hook.pytest_deselected(items=of_gloo)
+    """Leave out thorough tests, and those of what only gloo does if ranks communicate over another backend."""
+    left_out = [] if config.getoption("thorough") else ["thorough"]
+    left_out += [] if config.getoption("backend") == "default" else ["gloo"]
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]
+    config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_finish() -> None:

@@ -30,6 +30,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.thorough
 def test_every_kind_of_case_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     exit_code = bench.main(["--quick", "--json", str(out), *(arg for name in QUICK for arg in ("--case", name))])

@@ -38,6 +38,7 @@ from tests.accelerator import device_type
 from tests.distributed.fit import make_strategy, make_trainer, weights_of
 from tests.models import GPT
 from tests.pool import WorkerPool
+from tests.thorough import one_in
 
 WITH_FEEDBACK: dict[str, Compressor] = {
     "bf16": BF16(error_feedback=True),
@@ -250,7 +251,7 @@ def train(layout: str, compressor: Compressor, num_steps: int) -> tuple[dict[str
 
 @pytest.mark.parametrize(
     ("layout", "name", "num_steps"),
-    [*(("2x2", name, 50 if name == "powersgd" else 20) for name in WITH_FEEDBACK), ("4x1", "int8", 50)],
+    one_in(2, [*(("2x2", name, 50 if name == "powersgd" else 20) for name in WITH_FEEDBACK), ("4x1", "int8", 50)]),
 )
 def test_replicas_stay_equal_bit_by_bit(pool: WorkerPool, layout: str, name: str, num_steps: int) -> None:
     pool.run(train, 4, layout, WITH_FEEDBACK[name], num_steps)
@@ -499,12 +500,15 @@ def fit(
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [
-        ("2x2", "topk"),
-        ("4x1", "int8"),
-        ("tp2-2", "fp16"),
-        ("pp2-2", "powersgd"),
-    ],
+    one_in(
+        2,
+        [
+            ("2x2", "topk"),
+            ("4x1", "int8"),
+            ("tp2-2", "fp16"),
+            ("pp2-2", "powersgd"),
+        ],
+    ),
 )
 def test_a_resumed_run_goes_on_bit_by_bit(pool: WorkerPool, tmp_path: Path, layout: str, name: str) -> None:
     whole = pool.run(fit, 4, layout, WITH_FEEDBACK[name], 6)

@@ -20,6 +20,7 @@ from lightning_dist.plugins._compat import around_every_batch
 from lightning_dist.run.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.pool import RankFailed, WorkerPool
+from tests.thorough import one_in
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 27, 3, 3
 """Two ranks have 14 samples each, after filling up, so an epoch has 5 batches, of which the last is shorter."""
@@ -153,7 +154,7 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("kwargs", HOW, ids=str)
+@pytest.mark.parametrize("kwargs", one_in(2, HOW), ids=str)
 def test_a_resumed_run_equals_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path, kwargs: dict[str, Any]) -> None:
     whole = pool.run(uninterrupted, 2, tmp_path, **kwargs)
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: (int(path.stem.split("=")[1]), path.stem))

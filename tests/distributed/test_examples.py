@@ -70,6 +70,7 @@ RANKS = {"single": 1, "ddp": 2, "full_shard": 2, "tensor_parallel": 2, "context_
          "pipeline_parallel": 2, "nd_parallel": 4}  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_gpt_example_has_the_same_losses_under_every_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
     output = fit(mlflow_folder, "gpt", "hybrid_shard", *SMALL_GPT, *sizes)
@@ -123,6 +124,7 @@ FEW_BYTES = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_example_of_experts_has_the_same_losses_under_every_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
     ranks = {"single": 1, "full_shard": 2, "expert_parallel": 2}
     for overlay, num_ranks in ranks.items():

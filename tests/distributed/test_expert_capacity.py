@@ -18,6 +18,7 @@ from tests.distributed.test_expert_parallel import Evaluated, OfTwoDtypes, OfUne
 from tests.expert_models import Mixture, PlainMixture
 from tests.models import CONTEXT, build
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 ALL = 1000
 """A capacity by which no token is left out."""
@@ -96,7 +97,7 @@ def fit(name: str, is_alone: bool) -> Weights:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", one_in(3, FITTED))
 def test_tokens_beyond_the_capacity_are_left_out_as_in_one_process(
     pool: WorkerPool, reference_pool: WorkerPool, name: str
 ) -> None:

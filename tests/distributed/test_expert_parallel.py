@@ -26,6 +26,7 @@ from tests.distributed.test_tensor_parallel import AtStart
 from tests.expert_models import Llama4, Mixture, PlainExperts, PlainMixture
 from tests.models import build
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 RESUMED = {
     "ep2": lambda: FullShardStrategy(ep_size=2),
@@ -71,7 +72,7 @@ LATER = [
 """The layout that saves a checkpoint, and those that resume it."""
 
 
-@pytest.mark.parametrize(("first", "others"), LATER)
+@pytest.mark.parametrize(("first", "others"), one_in(4, LATER))
 def test_any_layout_resumes_the_checkpoint_of_distributed_experts(
     pool: WorkerPool, tmp_path: Path, first: str, others: list[str]
 ) -> None:
@@ -383,7 +384,7 @@ def fit(name: str, is_alone: bool) -> Weights:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", one_in(3, FITTED))
 def test_any_way_of_training_computes_what_one_process_does(
     pool: WorkerPool, reference_pool: WorkerPool, name: str
 ) -> None:

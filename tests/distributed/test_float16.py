@@ -17,6 +17,7 @@ from tests.accelerator import on_gpu
 from tests.distributed.fit import make_trainer
 from tests.models import GPT, VOCAB, Transformer
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 MARKER = VOCAB - 1
 MARKED = {1: 3, 4: 6}
@@ -126,7 +127,8 @@ def alone(pool: WorkerPool) -> tuple[dict[str, Tensor], list[float], list[bool]]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "is_mesh"), [*((name, False) for name in STRATEGIES), ("full_shard", True), ("data_parallel", True)]
+    ("strategy", "is_mesh"),
+    one_in(3, [*((name, False) for name in STRATEGIES), ("full_shard", True), ("data_parallel", True)]),
 )
 def test_all_ranks_skip_a_step_that_overflows_on_one_of_them(
     pool: WorkerPool, reference_pool: WorkerPool, strategy: str, is_mesh: bool

@@ -12,6 +12,7 @@ from tests.distributed.fit import Weights, assert_same, make_trainer, refused, w
 from tests.distributed.test_float16 import MARKED, NUM_STEPS, Overflowing, Watch
 from tests.models import GPT
 from tests.pool import WorkerPool
+from tests.thorough import one_in
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW fused": (torch.optim.AdamW, {"fused": True, "weight_decay": 0.1}),
@@ -63,7 +64,7 @@ def expected(reference_pool: WorkerPool) -> dict[str, Weights]:
     return reference_pool.run(fit_all, 1, None)[0]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", one_in(3, STRATEGIES))
 def test_weights_are_those_of_one_process(strategy: str, expected: dict[str, Weights], pool: WorkerPool) -> None:
     actual = pool.run(fit_all, 2, strategy)[0]
     for name, weights in expected.items():

@@ -30,6 +30,7 @@ def save_llama(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+@pytest.mark.thorough
 def test_pretrained_weights_have_the_same_loss_under_each_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
     save_llama(mlflow_folder / "pretrained")
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]

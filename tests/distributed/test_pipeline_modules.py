@@ -18,6 +18,7 @@ from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import VOCAB, Transformer
 from tests.pipeline_models import DeepGPT, Dropout, ResNet
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 
 class Varying(DeepGPT):
@@ -140,7 +141,7 @@ def trained(cls: type[DeepGPT], of_trainer: dict[str, Any], of_strategy: dict[st
     return weights_of(model), getattr(model, "count", None)
 
 
-@pytest.mark.parametrize(("cls", "of_trainer", "of_strategy"), MODULES)
+@pytest.mark.parametrize(("cls", "of_trainer", "of_strategy"), one_in(2, MODULES))
 def test_trains_as_in_one_process(
     pool: WorkerPool, reference_pool: WorkerPool, cls: Any, of_trainer: Any, of_strategy: Any
 ) -> None:

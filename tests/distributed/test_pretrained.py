@@ -23,6 +23,7 @@ from lightning_dist.plugins.callbacks import LoadPretrained
 from lightning_dist.run.pretrained import load_safetensors
 from tests.distributed.fit import Weights, make_trainer, weights_of
 from tests.pool import WorkerPool
+from tests.thorough import one_in
 
 VOCAB, CONTEXT = 64, 8
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -187,7 +188,7 @@ def fit_in_layouts(name: str, folder: Path) -> list[tuple[Weights, int]]:
     return [fit(layout, name, folder) for layout in LAYOUTS[name]]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", one_in(2, CONFIGS))
 def test_every_layout_loads_the_files_and_each_rank_reads_little_more_than_its_part(
     pool: WorkerPool, folders: dict[str, Path], name: str
 ) -> None:

@@ -23,6 +23,7 @@ from tests.distributed.fit import make_trainer
 from tests.models import CONTEXT
 from tests.pool import WorkerPool
 from tests.split_models import SPLIT_MODELS, Example, LanguageModel, Llama
+from tests.thorough import one_in
 
 
 class Result(NamedTuple):
@@ -127,7 +128,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "attention", "own"), CASES)
+@pytest.mark.parametrize(("name", "sizes", "attention", "own"), one_in(2, CASES))
 def test_evaluations_on_parts_have_the_results_of_one_process(
     pool: WorkerPool, reference_pool: WorkerPool, name: str, sizes: dict[str, int], attention: str, own: int
 ) -> None:
@@ -398,7 +399,7 @@ def use(name: str, splits: bool | None) -> Result:
 
 
 @pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", one_in(2, USES))
 def test_evaluations_may_use_a_model_in_any_way(
     pool: WorkerPool, reference_pool: WorkerPool, name: str, splits: bool
 ) -> None:

@@ -40,6 +40,7 @@ from lightning_dist.techniques.protocol import Parallel, Rows, SavedState, Techn
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import build
 from tests.pool import WorkerPool
+from tests.thorough import one_in
 
 STRATEGIES: dict[str, tuple[int, Callable[..., Any]]] = {
     "data_parallel": (2, DataParallelStrategy),
@@ -176,7 +177,7 @@ def expected(pool: WorkerPool) -> Weights:
     return pool.run(in_one_process, 1)[0]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", one_in(2, STRATEGIES))
 def test_an_added_technique_changes_gradients_is_resumed_and_appears_in_the_table(
     pool: WorkerPool, name: str, expected: Weights, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from tests.distributed.fit import Weights, assert_same, make_strategy, make_trai
 from tests.distributed.test_whole_step import OPTIMIZERS, Net
 from tests.expert_models import PlainMixture
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 ALL, TWO = ("rows", "factors", "norm of all"), ("rows", "norm of all")
 
@@ -100,7 +101,7 @@ BESIDE: dict[str, tuple[Side, int, Any, tuple[str, ...], dict[str, Any], Side, A
 it is compared with; and the layouts that resume a checkpoint of it."""
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", one_in(3, BESIDE))
 def test_owners_beside_other_settings_compute_and_resume_what_nothing_sharded_does(
     pool: WorkerPool, reference_pool: WorkerPool, tmp_path: Path, name: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from lightning_dist.run.parity import assert_parity
 from tests.parity.run import CP_LAYOUTS, SEQUENCE_MODELS, Case, Outcome, briefly, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 MODELS = ("gpt", "example_gpt", "llama3", "qwen", "gpt2", "mixtral", "bart", "vit", "encoder", *SEQUENCE_MODELS)
 ALL_GATHER = (("attention", "all_gather"),)
@@ -35,7 +36,7 @@ def covering(cases: list[Case]) -> list[Case]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         is_full = metafunc.config.getoption("--matrix") == "full"
-        metafunc.parametrize("case", EVERY + EXTRA if is_full else briefly(covering(EVERY) + EXTRA), ids=str)
+        metafunc.parametrize("case", EVERY + EXTRA if is_full else one_in(2, briefly(covering(EVERY) + EXTRA)), ids=str)
 
 
 @functools.cache
