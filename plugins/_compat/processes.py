@@ -55,7 +55,7 @@ def init_process_group(
     This could be replaced by a base class in Lightning for strategies that run one process per device.
     """
     reset_seed()
-    backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    backend = backend or default_backend(device)
     rank, world_size = environment.global_rank(), environment.world_size()
     # torch 2.13 cannot create groups of some ranks from a group of gloo that is bound to a device.
     backends = dict(part.rpartition(":")[::2] for part in backend.split(","))
@@ -83,6 +83,11 @@ def _destroy_process_group() -> None:
     """Destroy all process groups, since NCCL warns of those that are left when a process ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def default_backend(device: torch.device) -> str:
+    """Return the backend over which ranks communicate if none is named."""
+    return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
 def set_timeout(timeout: timedelta | None) -> None:

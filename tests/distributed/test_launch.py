@@ -110,6 +110,8 @@ def test_a_script_runs_with_lightnings_own_launcher(script: Path) -> None:
 
 NOTEBOOK = """
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_dist.plugins._compat import processes
+processes.IS_INTERACTIVE = True  # as in a notebook, where this process would not have been forked after the imports
 
 data = torch.utils.data.TensorDataset(*(lambda x: (x, x.sum(1, keepdim=True)))(torch.randn(64, 4)))
 def fit(strategy, devices, **kwargs):
@@ -133,8 +135,7 @@ for kwargs in ({}, {"num_nodes": 2}):
 
 def test_a_notebook_forks_its_ranks_and_needs_no_fork_for_one_device(tmp_path: Path) -> None:
     path = tmp_path / "notebook.py"
-    is_interactive = 'import sys\nsys.ps1 = "In: "  # as in a notebook\n'
-    path.write_text(is_interactive + SCRIPT.partition("if __name__")[0] + NOTEBOOK)
+    path.write_text(SCRIPT.partition("if __name__")[0] + NOTEBOOK)
     process = Forked(run_script, path, environment=environment(), is_parent=True)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output

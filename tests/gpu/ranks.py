@@ -178,7 +178,7 @@ def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any,
     try:
         with ExitStack() as patches:
             for module, name in (
-                (processes, "_get_default_process_group_backend_for_device"),
+                (processes, "default_backend"),
                 (dist, "get_default_backend_for_device"),
             ):
                 if backend is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
@@ -40,14 +41,18 @@ def test_the_process_group_is_bound_to_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(processes, "_init_dist_connection", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(atexit, "register", lambda function: None)
     monkeypatch.setattr(processes, "_num_started", itertools.count())
     monkeypatch.setattr(dist, "is_initialized", lambda: False)  # Other tests leave a process group in this process.
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    environment: Any = SimpleNamespace(global_rank=lambda: 3, world_size=lambda: 8)
+    environment: Any = SimpleNamespace(
+        global_rank=lambda: 3, world_size=lambda: 8, main_address="127.0.0.1", main_port=29500
+    )
     assert _compat.init_process_group(environment, device, asked, timedelta(seconds=5)) == backend
     _compat.init_process_group(environment, device, asked, timedelta(seconds=5))
-    assert calls == [{"timeout": timedelta(seconds=5), "device_id": bound} for bound in (expected, None)]
+    ranks = {"rank": 3, "world_size": 8, "timeout": timedelta(seconds=5)}
+    assert calls == [{**ranks, "device_id": bound} for bound in (expected, None)]
 
 
 @pytest.mark.parametrize("hang_timeout", [None, 9.0])
