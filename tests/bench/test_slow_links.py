@@ -11,6 +11,7 @@ from tests.bench import slow_links
 from tests.bench.nodes import why_not
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(why_not() is not None, reason=f"network namespaces: {why_not()}")
 def test_compressed_gradients_take_less_of_a_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
     before = _namespaces()

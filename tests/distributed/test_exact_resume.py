@@ -154,7 +154,7 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("kwargs", one_in(2, HOW), ids=str)
+@pytest.mark.parametrize("kwargs", one_in(4, HOW), ids=str)
 def test_a_resumed_run_equals_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path, kwargs: dict[str, Any]) -> None:
     whole = pool.run(uninterrupted, 2, tmp_path, **kwargs)
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: (int(path.stem.split("=")[1]), path.stem))

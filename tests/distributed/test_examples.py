@@ -140,6 +140,7 @@ def test_the_example_of_experts_has_the_same_losses_under_every_strategy(pool: W
     assert {"comm/ep_mib_per_step", "experts/max_over_mean"} <= runs["expert_parallel"].keys()
 
 
+@pytest.mark.thorough
 def test_the_vision_example_learns_to_recognize_digits(pool: WorkerPool, mlflow_folder: Path) -> None:
     flags = ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
     sizes = ["--trainer.strategy.dp_replicate_size=1", "--trainer.strategy.dp_shard_size=2"]

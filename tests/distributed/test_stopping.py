@@ -22,6 +22,7 @@ from tests.distributed.test_exact_resume import Regression, fit
 from tests.distributed.test_saving import Slow
 from tests.launched import launch
 from tests.pool import WorkerPool
+from tests.thorough import one_in
 
 
 class Signal(pl.Callback):
@@ -88,14 +89,17 @@ def resumed(path: str) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "ranks", "number"),
-    [
-        ("step", [0], signal.SIGTERM),
-        ("step", [1], signal.SIGTERM),
-        ("step", [0, 1], signal.SIGUSR1),
-        ("save", [1], signal.SIGUSR1),
-        ("save", [0, 1], signal.SIGTERM),
-        ("validation", [1], signal.SIGTERM),
-    ],
+    one_in(
+        2,
+        [
+            ("step", [0], signal.SIGTERM),
+            ("step", [1], signal.SIGTERM),
+            ("step", [0, 1], signal.SIGUSR1),
+            ("save", [1], signal.SIGUSR1),
+            ("save", [0, 1], signal.SIGTERM),
+            ("validation", [1], signal.SIGTERM),
+        ],
+    ),
 )
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
     pool: WorkerPool, expected: Any, tmp_path: Path, where: str, ranks: list[int], number: int

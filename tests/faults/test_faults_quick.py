@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
+
 from tests.faults.__main__ import main
 from tests.launched import Forked
 
@@ -13,6 +15,7 @@ def campaigns() -> None:
     sys.exit(main(["--quick"]))
 
 
+@pytest.mark.thorough
 def test_no_fault_loses_or_mixes_a_checkpoint() -> None:
     """Run the campaigns in a process of their own, because they fork, which is unsafe in a process with threads."""
     process = Forked(campaigns, environment=dict(os.environ), is_parent=True)

@@ -12,6 +12,7 @@ import pytest
 from lightning_dist.run.parity import assert_parity
 from tests.parity.run import LAYOUTS, Case, Outcome, briefly, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 AXES = {"layout": list(LAYOUTS), "model": ["gpt", "resnet", "gan", "llama"], "accumulate": [1, 3], "clip": [None, 0.1]}
 EVERY = [Case(*values) for values in itertools.product(*AXES.values())]
@@ -54,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         some = [*pairwise([case for case in EVERY if case.layout != "1x4"]), ONE_REPLICA]
         is_full = metafunc.config.getoption("--matrix") == "full"
         # Every fifth case of EXTRA has each model once, each time with another layout or setting.
-        metafunc.parametrize("case", EVERY + EXTRA if is_full else briefly(some + EXTRA[::5]), ids=str)
+        metafunc.parametrize("case", EVERY + EXTRA if is_full else one_in(2, briefly(some + EXTRA[::5])), ids=str)
 
 
 @functools.cache
