@@ -124,7 +124,8 @@ class ParallelModule:
             finish()
         replaced.refuse(module)
         # The hooks of the modules hold this object, so that it lives as long as the module. If no module needs a hook,
-        # the caller lets the module hold it.
+        # the caller lets the module hold it: whether a later Trainer finds it must not depend on when a rank's Python
+        # collects garbage, because ranks would differ.
         _modules[module] = weakref.ref(self)
 
     def _build(self, device: torch.device, replaced: ReplacedParameters) -> tuple[ParameterGroup, ...]:

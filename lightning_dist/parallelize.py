@@ -228,9 +228,7 @@ def parallelize(
     _made_with[parallel] = _MadeWith(config, layout, precision)
     original.record_changes()
     if layout.world_size == layout.dp_replicate:
-        # Modules that need no hook do not hold ``parallel`` themselves. It must not depend on the times at which Python
-        # collects garbage whether a later Trainer finds it: ranks would differ.
-        original.allow_copies(module, kept=parallel)
+        original.allow_copies(module, kept=parallel)  # Modules without hooks do not hold it themselves.
     return parallel
 
 
