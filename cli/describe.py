@@ -22,7 +22,7 @@ from lightning_dist.cli.profile import ProfileCommand
 from lightning_dist.cli.trainer import TrainerCommand
 
 _CLASSES: dict[str, type[TrainerCommand]] = {"check": CheckCommand, "profile": ProfileCommand}
-"""The classes of the commands; of the others, it is ``TrainerCommand``."""
+"""Classes of the commands that have one of their own; the others are of the class ``TrainerCommand``."""
 
 
 class _Parser(Exception):  # noqa: N818 - It is no error.
@@ -126,7 +126,7 @@ def _without_markup(text: str) -> str:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write ``options.json``."""
     PATH.write_text(to_json(list(map(describe, DESCRIBED))))
 
 

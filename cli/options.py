@@ -1,4 +1,4 @@
-"""Know the options of the commands that train, without importing Lightning, whose classes have most of them.
+"""Look up the options of the commands that train, without importing Lightning, whose classes define most of them.
 
 ``options.json`` describes the parsers of these commands. ``python -m lightning_dist.cli.describe`` writes it, and a
 test compares it with the parsers. With other versions of the packages that define the options it is not used, and the

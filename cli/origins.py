@@ -94,7 +94,7 @@ def _add(given: dict[Key, _Given], key: Key, node: yaml.Node, place: str, *, add
     """Add the values in a node of YAML.
 
     Args:
-        given: What has been given before.
+        given: The values that earlier files and options have given; those of the node are added to it.
         key: Key of the node.
         node: A mapping, a list or one value.
         place: The file or option that has the node.
@@ -137,7 +137,7 @@ def _index(below: Key, key: Key) -> int | None:
 
 
 def _key_in_list(parts: tuple[str, ...], given: dict[Key, _Given]) -> Key:
-    """Return the key of an option, of which an argument of a list's class belongs to the last one in the list."""
+    """Return the key of an option; an argument of a class in a list is that of the last class in the list."""
     key: Key = ()
     for part in parts:
         length = _length(given, key) if key else 0

@@ -1,4 +1,4 @@
-"""Run ``lightning-dist sync``, which sends MLflow what runs have logged while it was away."""
+"""Run ``lightning-dist sync``, which sends MLflow what runs have logged while it could not be reached."""
 
 from __future__ import annotations
 
