@@ -66,7 +66,7 @@ if not TYPE_CHECKING:
         "full_parameters": "parallel_module",
         "per_rank_batch_size": "plugins.global_batch",
     }
-    """Modules of the public names; of the others, it is ``plugins.strategies``."""
+    """Modules that define the public names; those that are not listed are in ``plugins.strategies``."""
 
     # A type checker must not see this function, for which any name would be an attribute.
     def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Name what configurations choose for gradients between replicas, and what compressors of your own derive from."""
+"""Provide the compressors and synchronization methods of replicas, and the base classes for your own."""
 
 from lightning_dist.techniques.compression import (
     BF16,

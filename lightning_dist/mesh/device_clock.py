@@ -57,5 +57,5 @@ class DeviceClock:
             point.synchronize()
 
     def forget(self) -> None:
-        """Let all points be recorded again, so that those returned so far must no longer be used."""
+        """Reuse the events of all points from now on; the points returned so far must no longer be used."""
         self._num_used = 0

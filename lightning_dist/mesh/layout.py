@@ -373,7 +373,7 @@ def _misfit(world_size: int, requested: Mapping[str, int]) -> str:
     """Explain why sizes do not multiply to the number of processes, and name sizes of the requested axes that do."""
     given = {axis: size for axis, size in requested.items() if size != REMAINING}
     has_remaining = len(given) < len(requested)
-    if has_remaining:  # Sizes of 1 are defaults, or fit.
+    if has_remaining:  # A size of 1 is a default, or divides any number.
         given = {axis: size for axis, size in given.items() if size != 1}
     asked = " x ".join(f"{axis}_size={size}" for axis, size in given.items())
     text = f"{asked} does not fit {world_size} process{'es' if world_size > 1 else ''}: "

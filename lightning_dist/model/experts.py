@@ -31,7 +31,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def num_inputs(module: nn.Module) -> int:
-    """Return how many inputs the forward of ``module`` takes, not counting optional ones: 3 if that is possible."""
+    """Return 3 if the forward of ``module`` can be called with 3 inputs, and else the number of its required ones."""
     _, *arguments = inspect.signature(type(module).forward).parameters.values()
     named = [one for one in arguments if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     num_required = sum(one.default is one.empty for one in named)

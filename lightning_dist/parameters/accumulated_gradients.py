@@ -1,8 +1,8 @@
 """Detect that a step clears a gradient on a tensor other than the one that holds the gradient.
 
 In a step, modules hold copies of the parameters, such as gathered parameters, while the gradients are on the parameters
-that the optimizer sees. A step that sets ``param.grad = None`` would therefore clear nothing. This module therefore
-gives each copy a stand-in as its gradient. If the stand-in is missing later, the gradient of the parameter is cleared.
+that the optimizer sees. A step that sets ``param.grad = None`` would clear nothing. Each copy is therefore
+given a stand-in as its gradient. If the stand-in is missing later, the gradient of the parameter is cleared.
 
 The opposite happens after a backward that does not reduce gradients. It leaves the gradients of sharded parameters on
 the gathered parameters, whereas ``optimizer.zero_grad()`` clears those of the sharded ones. Until the next backward of
@@ -81,7 +81,7 @@ class UnreducedGradient(torch.Tensor):
         next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).refuse(func.__name__)
 
     def refuse(self, what: str) -> NoReturn:
-        """Refuse to use the gradient.
+        """Refuse to read or change the gradient, which has no elements.
 
         Args:
             what: Name of the function that was called with the stand-in.

@@ -51,4 +51,4 @@ class GradientReducer(Protocol):
         """Let a later reduction include the means that ``gradients`` hold, because the caller does not use them."""
 
     def forget(self, names: Sequence[str]) -> None:
-        """Forget what earlier reductions have left of the gradients of some parameters, which are reduced again."""
+        """Drop what earlier reductions have kept about some parameters, because their gradients are reduced again."""

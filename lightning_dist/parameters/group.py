@@ -35,7 +35,7 @@ class ParameterGroup(ABC):
     """The modules that hold the parameters, in the same order on all ranks; set when the module is built."""
 
     reducer: GradientReducer | None = None
-    """What averages the gradients over ``dp_replicate``; None: an all-reduce."""
+    """Object that averages the gradients over ``dp_replicate``; None: an all-reduce averages them."""
 
     is_gathered_for_step = False
     """Whether the parameters are gathered from the beginning of a step to the end of its backward."""

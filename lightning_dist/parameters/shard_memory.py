@@ -20,4 +20,4 @@ class ShardMemory(Protocol):
         """Return a tensor in this memory with the values of ``tensor``, which is in the memory of the CPU."""
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """Say that ``tensors`` are not used for now. They keep their values."""
+        """Allow pages of ``tensors``, which are not used for now, to leave the memory; the values are kept."""

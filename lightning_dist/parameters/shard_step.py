@@ -95,7 +95,7 @@ class LocalStep:
         self._groups, self._shards = [], []
 
     def _explain_look_ups(self, optimizer: Optimizer) -> None:
-        """Let look-ups of states of other stages explain themselves, also if the optimizer has got new states."""
+        """Let look-ups of states of other stages raise an explanation, also after the optimizer has got new states."""
         if self._has_others and not isinstance(optimizer.state, OwnStates):
             optimizer.state = OwnStates(dict, optimizer.state)
 

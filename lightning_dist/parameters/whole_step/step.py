@@ -41,7 +41,7 @@ from lightning_dist.parameters.whole_step.trial import Finding, Scope
 __all__ = ["WholeStep"]
 
 _DONE, _EVALUATE, _FAILED = range(3)
-"""What the rank that runs the optimizer tells the others: its step has ended, the loss is evaluated, or it failed."""
+"""Messages of the rank that runs the optimizer: its step has ended, it evaluates the loss, or it has failed."""
 
 
 class WholeStep:
@@ -230,13 +230,13 @@ class WholeStep:
         return loss
 
     def _tell(self, what: int = _DONE) -> int:
-        """Return what the first rank says. This is a collective."""
+        """Broadcast a message of the first rank, and return it on all ranks. This is a collective."""
         said = torch.tensor([what], device=self._device)
         dist.broadcast(said, group=self._group, group_src=0)
         return int(said.item())
 
     def _mode(self, name: str) -> Callable[..., Any]:
-        """Return a method that runs one of the optimizer, which changes whole parameters. This is a collective."""
+        """Return a method that runs the optimizer's method ``name`` on whole parameters. Calling it is a collective."""
 
         def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._update_parts()

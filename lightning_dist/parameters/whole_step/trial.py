@@ -51,13 +51,13 @@ class Scope(IntEnum):
     """Say on what the update of an element of a parameter depends."""
 
     ELEMENT = 0
-    """On this element alone."""
+    """The update depends on this element alone."""
 
     PARAMETER = 1
-    """On the whole parameter."""
+    """The update depends on the whole parameter."""
 
     MODEL = 2
-    """On several parameters, on the loss, or on more than one evaluation of it."""
+    """The update depends on several parameters, on the loss, or on more than one evaluation of the loss."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class _Trial:
         Args:
             starts: The parameters at the beginning; they are not changed.
             recorded: The result whose gradients the steps get again; None: the steps get new ones.
-            loss: A factor of the value of the loss.
+            loss: Factor by which the value of the loss is multiplied.
         """
         random.seed(0)
         torch.manual_seed(0)
@@ -209,7 +209,7 @@ class _Trial:
     @torch.no_grad()
     def _gradient(self, step: int, index: int, param: Tensor) -> Tensor:
         gradient = _SCALES[step % len(_SCALES)] * self._noise[step][index] + 0.1 * param.detach()
-        if step in (3, 7) and param.ndim:  # Some optimizers project only such gradients.
+        if step in (3, 7) and param.ndim:  # Some optimizers project only orthogonal ones.
             rows, weights = gradient.reshape(param.shape[0], -1), param.detach().reshape(param.shape[0], -1)
             overlap = (rows * weights).sum(1, keepdim=True) / (weights * weights).sum(1, keepdim=True)
             gradient = (rows - overlap * weights).reshape(param.shape)
