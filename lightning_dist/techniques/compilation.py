@@ -91,7 +91,7 @@ class CompileOptions(TechniqueOptions):
         return CompileConfig(value.get("backend", "inductor"), value.get("mode"))
 
     def compared(self) -> Mapping[str, Any]:
-        """Return what is asked for, which has several spellings."""
+        """Return the backend and the mode in place of the argument, which has several spellings."""
         return {"compile": self.config}
 
     def given(self) -> dict[str, Any]:

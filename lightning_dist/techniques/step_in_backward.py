@@ -44,7 +44,7 @@ class StepInBackwardOptions(TechniqueOptions):
     is_for_training = True
 
     def check_fit(self, run: Run, fit: Fit, arguments: Arguments) -> None:
-        """Refuse it where something needs all gradients at once, or nothing would be saved."""
+        """Refuse steps in the backward if something needs all gradients at once, or if they would save no memory."""
         if not self.step_in_backward:
             return
         layout = run.layout

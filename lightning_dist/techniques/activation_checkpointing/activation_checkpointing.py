@@ -32,7 +32,7 @@ class ActivationCheckpointing(Technique):
     """Keep fewer activations of blocks for the backward.
 
     Args:
-        mode: Which blocks keep what.
+        mode: Choice of the activations that are kept, and of the blocks to which it applies.
         units: All units of the model, also those of other stages.
 
     Raises:

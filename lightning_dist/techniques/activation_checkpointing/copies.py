@@ -130,7 +130,7 @@ class Call:
 
 
 class Copies:
-    """Provide the streams of a model's copies, one in each direction, and know the last call of a block."""
+    """Provide the streams of a model's copies, one in each direction, and record the last call of a block."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, bool], Any] = {}

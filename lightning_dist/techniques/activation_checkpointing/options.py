@@ -68,7 +68,7 @@ class CheckpointingOptions(TechniqueOptions):
         return bool(self.mode)
 
     def compared(self) -> Mapping[str, Any]:
-        """Return what is asked for, which has several spellings."""
+        """Return the mode in place of the argument, which has several spellings."""
         return {"activation_checkpointing": self.mode}
 
     def memory_traits(self, device: torch.device) -> Mapping[str, bool]:

@@ -59,7 +59,7 @@ class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return that functions that the user compiles are compiled under this mode, too."""
+        """Return True, so that functions that the user compiles are compiled under this mode, too."""
         return True
 
 

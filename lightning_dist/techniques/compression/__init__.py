@@ -11,7 +11,7 @@
 - ``compression``: Implements the technique.
 - ``saved_states``: Writes their tensors into checkpoints, and reads them in a run with any layout.
 - ``local_updates``: Implements a second technique: replicas train on their own, and synchronize their weights.
-- ``sync_methods``: Say how they do so.
+- ``sync_methods``: Implements the methods by which they do so.
 """
 
 from lightning_dist.techniques.compression.compression import Compression

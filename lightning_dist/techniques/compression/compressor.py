@@ -121,7 +121,7 @@ class Compressor(ABC):
 
         Args:
             shapes: Shapes of the parameters, or of this rank's parts of them, by full name.
-            what: What the shapes belong to, in the singular.
+            what: Phrase that follows "no" in the error, such as ``"parameter of this model"``.
         """
         name, shape = max(shapes.items(), key=lambda item: item[1].numel(), default=("", torch.Size()))
         return (

@@ -53,7 +53,7 @@ class SyncOptions(TechniqueOptions):
         return self.method is not None
 
     def check(self, run: Run, arguments: Arguments) -> None:
-        """Refuse to synchronize a single replica, one with distributed experts, or one that is compared too often."""
+        """Refuse synchronization of one replica, with experts, a compressor, or comparisons before it has ended."""
         method, every = self.method, arguments["check_replicas_every_n_steps"]
         if method is None:
             return

@@ -41,10 +41,10 @@ from lightning_dist.tracing.users_hooks import hooked_inside, hooked_modules
 __all__ = ["find_context_plan"]
 
 _TOKEN_BY_TOKEN = {nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh}
-"""Classes that compute token by token, so that no trial of them is needed; a head has large weights."""
+"""Classes that compute token by token, so that they need no trial, which takes long for the weights of a head."""
 
 MAX_TRIES = 8
-"""Number of ways to split the arguments of a block that are tried at most."""
+"""Maximum number of ways to split the arguments of a block that are tried."""
 
 
 def find_context_plan(

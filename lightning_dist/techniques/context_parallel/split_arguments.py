@@ -14,7 +14,7 @@ from lightning_dist.techniques.context_parallel.tokens import Tokens
 __all__ = ["describe_options", "dim_of_tokens", "is_cache", "split_arguments"]
 
 _WITHOUT_EFFECT = ("use_cache", "output_hidden_states")
-"""Names of Hugging Face's flags that reach blocks, and leave what they compute as it is: a cache is an own argument."""
+"""Hugging Face's flags that blocks are given but do not compute with: a cache is passed as another argument."""
 
 
 def dim_of_tokens(tensor: Tensor, length: int) -> int | None:

@@ -51,7 +51,7 @@ class SplitBlocks:
         self._returned: dict[str, Tensor] = {}
         self._is_inside = False
         self.inside: InsideBlock | None = None
-        """What has replaced functions in the last forward of a block."""
+        """Object that has replaced functions in the last forward of a block."""
         self._names = {block: name for name, block in blocks.items()}
         self.is_disabled = False
         for chain, draws in zip(plan.chains, plan.draws, strict=True):

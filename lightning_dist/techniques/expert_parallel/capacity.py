@@ -45,9 +45,8 @@ def compute_within_capacity(
     """Compute what ``compute_routed`` does, without tokens for which an expert has no place. This is a collective.
 
     Args:
-        hidden: As for :func:`~lightning_dist.techniques.expert_parallel.dispatch.compute_routed`, and so are the
-            others.
-        index: The experts of each token, of shape ``(n, k)``.
+        hidden: This rank's tokens, of shape ``(n, features)``.
+        index: The experts of each token, of shape ``(n, k)``. An index of ``num_experts`` or more stands for none.
         weights: The weights of these experts, of shape ``(n, k)``.
         compute: Function that computes this rank's experts. It gets zeros in the places that no token takes.
         params: The parameters with which ``compute`` computes.

@@ -50,8 +50,8 @@ class ExpertOptions(TechniqueOptions):
         """Return the plan by which experts are distributed over ``ep`` and ``tp``.
 
         Args:
-            build: What techniques are built from.
-            styles: What the user's plan says of modules, by full name.
+            build: The module, its layout and the other objects from which techniques are built.
+            styles: The style that the user's plan gives a module, by full name.
 
         Raises:
             ValueError: If experts cannot be distributed, or a capacity is given for experts that compute all tokens.

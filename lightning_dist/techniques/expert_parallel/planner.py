@@ -71,7 +71,7 @@ def find_expert_plan(
         ep: Number of ranks with different tokens that experts are distributed over.
         tp: Number of ranks with the same tokens that experts are distributed over, within each of ``ep``.
         device: Device of the trial.
-        styles: What the user's plan says of modules, by full name: ``experts`` or ``replicate`` for modules of experts.
+        styles: The style that the user's plan gives a module of experts, ``experts`` or ``replicate``, by full name.
         is_strict: Whether to raise an error if the experts of a module cannot be distributed.
 
     Raises:
@@ -152,14 +152,14 @@ def _refuse_left(
     asked: str,
     is_strict: bool,
 ) -> None:
-    """Raise an error if experts must be distributed that cannot be.
+    """Raise an error if experts that must be distributed cannot be.
 
     Args:
         root: The model.
         forms: As for :class:`ExpertPlan`.
         left: Why the experts of other modules cannot be distributed, by the full name of the module.
         styles: As for :func:`find_expert_plan`.
-        asked: The argument by which the user has asked for it, with its value.
+        asked: The argument that asks for the distribution, with its value, such as ``"ep_size=2"``.
         is_strict: As for :func:`find_expert_plan`.
     """
     for name in (name for name in left if name in styles):
@@ -219,7 +219,7 @@ def _difference(module: nn.Module, form: Form, device: torch.device) -> float | 
         return torch.randn(shape, dtype=torch.float64, device=device, generator=generator)
 
     weights = {key: draw(_NUM_TRIED, *param.shape[1:]) * 0.3 for key, param in module.named_parameters(recurse=False)}
-    module = copy_of(module, shared=module.parameters()).eval()  # Without dropout; it may count tokens in buffers.
+    module = copy_of(module, shared=module.parameters()).eval()  # No dropout; a copy may count tokens in its buffers.
     together = _compat.with_parameters(module, weights)
     together.num_experts = _NUM_TRIED  # type: ignore[assignment]
     with unchanged_random_numbers():
@@ -236,7 +236,7 @@ def _compare(
 ) -> float | None:
     tokens = draw(_NUM_TOKENS * (1 if form == "routed" else _NUM_TRIED), features)
     index = torch.arange(_NUM_TOKENS, device=tokens.device)[:, None] % 3 + torch.arange(2, device=tokens.device)
-    index = (index % _NUM_TRIED).contiguous()  # Some tokens come first to the second expert.
+    index = (index % _NUM_TRIED).contiguous()  # Some tokens list the second expert first.
     scores = draw(_NUM_TOKENS, 2).sigmoid()
     given = (tokens.clone(), index, scores) if form == "routed" else (tokens.clone(),)
     whole = together.forward(*given)

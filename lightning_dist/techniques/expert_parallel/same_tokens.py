@@ -35,7 +35,7 @@ def compute_own_routed(
 
     Args:
         hidden: The tokens, of shape ``(n, features)``, which are the same on all ranks.
-        index: As for :func:`~lightning_dist.techniques.expert_parallel.dispatch.compute_routed`, and so are the others.
+        index: The experts of each token, of shape ``(n, k)``. An index of ``num_experts`` or more stands for no expert.
         weights: The weights of each token's experts, of shape ``(n, k)``.
         compute: Function that computes this rank's experts.
         params: The parameters with which ``compute`` computes.

@@ -61,7 +61,7 @@ class OffloadOptions(TechniqueOptions):
 
     @property
     def what(self) -> What:
-        """Return what is offloaded, where something is."""
+        """Return what is offloaded; only for options that offload something."""
         return next(what for what in _WHAT if what == self.offload)
 
     @property

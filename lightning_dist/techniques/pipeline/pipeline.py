@@ -213,7 +213,7 @@ class Pipeline(RemoteParts, SavedState, Scheduled):
 
         Args:
             key: The key for which :meth:`known_path` was called before.
-            path: The number that it returned; False for -1.
+            path: The number that :meth:`known_path` returned. The result is False for -1.
         """
         if path < 0 or self._paths[key].known(path).changed_in_parts:
             return False

@@ -62,16 +62,16 @@ class SeenByHooks:
 def modules_that_see_parts(
     root: nn.Module, entries: Mapping[str, Entry], sequence: SplitSequence | None, dataflow: Dataflow | None
 ) -> dict[str, str]:
-    """Return the full names of the modules that are given or return only a rank's part, and of what it is a part.
+    """Find the modules that are given or return only a rank's part of the features or of the tokens.
 
     Args:
         root: The model.
         entries: The entries of the plan, by full module name.
         sequence: Where hidden states are split along the sequence; None: nowhere.
-        dataflow: The record of a step of the model; None: of features, only the split modules themselves are found.
+        dataflow: The record of a step of the model; None: only split modules are found to see parts of features.
 
     Returns:
-        ``"tokens"`` or ``"features"`` by the name of the module.
+        ``"tokens"`` or ``"features"``, of which the module sees a part, by its full name.
     """
     blocks = {block for chain in sequence.chains for block in chain} if sequence is not None else set()
     found = {
@@ -116,7 +116,7 @@ def why_refused(name: str, parts: str = "features") -> str:
 
     Args:
         name: Full name of the module.
-        parts: Of what a rank has a part only: ``"features"`` or ``"tokens"``.
+        parts: ``"features"`` or ``"tokens"``, of which the module sees only this rank's part.
     """
     also = ", set sequence_parallel=False" if parts == "tokens" else ""
     return (

@@ -1,7 +1,7 @@
 """Find the modules of a model that can compute tile by tile, from one step on fake tensors.
 
 An MLP is a module inside of a block with several layers and one tensor among its arguments, which is not around
-attention, and in which features are more than in its input. A head is the layer whose output ``F.cross_entropy`` is
+attention, and which computes more features than its input has. A head is the layer whose output ``F.cross_entropy`` is
 given. Whether a module computes token by token is tried on random inputs, unless it is a linear layer.
 """
 

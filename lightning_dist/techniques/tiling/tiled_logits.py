@@ -126,7 +126,7 @@ class TiledLogits(SplitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let hooks by which FSDP2 learns that the backward begins wait for the hidden states; they change nothing."""
+        """Register on the hidden states the hooks by which FSDP2 notices a backward; run other functions as usual."""
         is_hook = func is Tensor.register_hook and isinstance(args[0], cls)
         if is_hook and getattr(args[1], "__module__", "").startswith("torch.distributed."):
             return args[0].head.hidden.register_hook(args[1])
