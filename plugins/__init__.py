@@ -1,4 +1,5 @@
 """Implement Lightning's extension points with the engine: strategies, precision, callbacks and loggers."""
 
-# Its import registers the strategies, which imports modules of this package; so none may be half imported by then.
+# Lightning is imported first: this registers the strategies, which imports modules of this package, and none of them
+# may be half imported then.
 import lightning.pytorch  # noqa: F401

@@ -45,7 +45,7 @@ class Synced:
 
 
 def send_leftovers(client: MlflowClient, run: OpenRun, training: str, folder: Path, own: Path) -> None:
-    """Send what earlier processes of a training have left in a folder, without what ended the run then.
+    """Send what earlier processes of a training have left in a folder, except the entries that would end the run.
 
     The last steps of ``run`` are updated.
 

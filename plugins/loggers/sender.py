@@ -25,7 +25,7 @@ class Job:
     """Say what a sender sends. It is plain data.
 
     Args:
-        identity: What identifies the run, or creates it.
+        identity: Description of the run, by which it is found or created.
         path: The spool, which need not exist yet. What earlier processes of the training have left beside it is sent
             first.
         send_every_s: Time in seconds from one attempt to the next.

@@ -19,7 +19,7 @@ _WRITER, _READER, _CHANGE = range(3)
 """Bytes of the file whose locks say that a process writes to it, that one sends from it, and that one is changing it. A
 lock has nothing to do with what a byte contains."""
 _LOCKS = {"both": (_WRITER, 2), "writer": (_WRITER, 1), "reader": (_READER, 1)}
-"""First byte and number of bytes that a process locks which does both, or only writes or sends."""
+"""First byte and number of bytes that a process locks, depending on whether it writes, sends or does both."""
 
 Entry = Mapping[str, Any]
 """One thing that was logged, as plain JSON with a single key, such as ``{"params": {"lr": "0.1"}}``; see

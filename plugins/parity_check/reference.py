@@ -197,7 +197,7 @@ _OF_LAUNCHERS = {
 
 
 class _OneProcess(SingleDeviceStrategy):
-    """Run the module on a single device, without dropout if so wished."""
+    """Run the module on a single device; dropout can be switched off."""
 
     def __init__(self, device: torch.device, without_dropout: bool) -> None:
         super().__init__(device)

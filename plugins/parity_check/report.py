@@ -18,7 +18,7 @@ __all__ = ["Report", "Tolerances", "compare", "tolerances"]
 
 NUM_ROWS = 10
 _PROPORTIONAL = 1e-3
-"""Largest relative error of a gradient as a multiple of the reference's, with which it counts as one."""
+"""Largest relative error with which a gradient counts as a multiple of the reference's gradient."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Tolerances:
     """Hold the largest accepted deviations.
 
     Args:
-        gradients: For the loss and gradients.
-        weights: For the change of weights. It is larger, because adaptive optimizers amplify the rounding errors of
-            small gradients.
+        gradients: Largest relative deviation of the loss and of gradients.
+        weights: Largest relative deviation of the change of weights. It is larger, because adaptive optimizers amplify
+            the rounding errors of small gradients.
         negligible: Fraction of the norm of all gradients below which the norm of one does not count.
         noise: Fraction of the root mean square of gradients below which an element may consist of rounding errors
             alone, so that the change of its weight is not compared.

@@ -278,7 +278,7 @@ _MAX_LISTED = 8
 
 
 def _some(names: dict[str, nn.Linear]) -> str:
-    """Return the first names in brackets."""
+    """Return the first names in brackets; empty if there are none."""
     listed = list(names)[:_MAX_LISTED]
     return f" ({', '.join(listed)}{', ...' if len(names) > len(listed) else ''})" if listed else ""
 

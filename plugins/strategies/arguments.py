@@ -21,8 +21,8 @@ class Argument:
     """Describe an argument of a strategy.
 
     Args:
-        parameter: Its name, type and default.
-        text: What it means.
+        parameter: Name, type and default of the argument.
+        text: Explanation of the argument, from a docstring.
     """
 
     parameter: inspect.Parameter

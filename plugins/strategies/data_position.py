@@ -46,7 +46,7 @@ def make_resumable(loader: Any, trainer: Trainer) -> LoaderPosition | None:
         return None
     sampler.seed = trainer.strategy.broadcast(sampler.seed)  # The ranks may have been seeded differently.
     sampler.set_epoch(training_progress(trainer).epoch)
-    if isinstance(sampler, DealtSampler):  # The generators of the user's samplers as well.
+    if isinstance(sampler, DealtSampler):  # The generators of the user's samplers may differ as well.
         sampler.set_state(trainer.strategy.broadcast(sampler.state_of(sampler.epoch)))
     if hasattr(type(loader), "state_dict"):
         batches.sampler = sampler

@@ -34,8 +34,8 @@ class ExactResume:
     def __init__(self) -> None:
         self._rng: dict[str, Any] | None = None  # This state is set in the generators when training starts.
         self._rng_before_validation: dict[str, Any] | None = None
-        self._positions: list[Any] = []  # of the loaders that are yet to be created
-        self._resumed: list[LoaderPosition] = []  # of the loaders that were created, until training starts
+        self._positions: list[Any] = []  # These are of loaders that do not exist yet.
+        self._resumed: list[LoaderPosition] = []  # These are of loaders that exist, until training starts.
         self._by_given_size: dict[int, LoaderPosition] = {}
         """The positions of the loaders that were resumed, by the batch size that the user gave them."""
         # These are the values before the first batch of the current accumulation, of more than one batch.
@@ -54,7 +54,7 @@ class ExactResume:
                 if own is not None:
                     self._resumed.append(own)
                     self._by_given_size[own.given_size] = own
-            elif own is not None and own.given_size in self._by_given_size:  # reload_dataloaders_every_n_epochs
+            elif own is not None and own.given_size in self._by_given_size:  # The Trainer has reloaded its loaders.
                 own.resize_like(self._by_given_size[own.given_size])
         elif trainer.state.fn == TrainerFn.FITTING:
             give_own_generator(loader)

@@ -15,7 +15,7 @@ __all__ = ["continue_runs", "runs_of"]
 
 
 def runs_of(trainer: Trainer) -> dict[str, str]:
-    """Return what a checkpoint says about the run that its training logs to; on rank 0, which writes it."""
+    """Return a checkpoint's entries about the run that its training logs to; empty on ranks other than 0."""
     loggers = _mlflow_loggers(trainer)
     entries = loggers[0].entries_for_checkpoint() if loggers else None
     return entries or {}

@@ -83,7 +83,7 @@ def _is_ours(strategy: object) -> bool:
 
 
 def _existing(value: _Value | None, when: str) -> _Value:
-    """Return ``value``, which exists from some time on.
+    """Return ``value``, or raise an error if it does not exist yet.
 
     Args:
         value: The value; None: it does not exist yet.
@@ -208,7 +208,7 @@ class MeshStrategy(ProcessStrategy):
         """Return the names of the arguments that the constructors of this class and those derived from it name."""
         return set(cls._written).union(*(derived.written_names() for derived in cls.__subclasses__()))
 
-    # What exists from when on
+    # The objects that exist from a certain point of a run on
 
     @property
     def config(self) -> ParallelConfig:

@@ -28,7 +28,7 @@ def reduce_metric(value: Tensor, group: dist.ProcessGroup | None, reduce_op: dis
     divides = False
     if isinstance(reduce_op, str):
         name = reduce_op.upper().replace("MEAN", "AVG")
-        divides = name == "AVG" and _backend_of(value, group) == "gloo"  # It has no such reduction.
+        divides = name == "AVG" and _backend_of(value, group) == "gloo"  # gloo has no AVG.
         op = getattr(dist.ReduceOp, "SUM" if divides else name, None)
         if op is None:
             raise ValueError(f"reduce_op={reduce_op!r} must be 'mean', 'sum', 'min', 'max', 'product' or a ReduceOp.")

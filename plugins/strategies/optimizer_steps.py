@@ -44,7 +44,7 @@ class OptimizerSteps:
     Args:
         optimizers: The optimizers, in the order in which ``configure_optimizers`` returned them.
         module: The module whose parameters they optimize.
-        where: Where they step.
+        where: Tensors on which the optimizers step (see :data:`OptimizerStep`).
         layout: The sizes of the mesh's axes.
         hindrances: The settings in use with which an optimizer cannot step on whole parameters.
         sync: Method by which replicas that train on their own are synchronized; None: they average gradients.
@@ -137,7 +137,7 @@ class OptimizerSteps:
         return [("optimizer" if not index else "", text) for index, text in enumerate(self._rows)]
 
     def whole(self, optimizer: Optimizer) -> WholeStep | None:
-        """Return what steps ``optimizer`` on whole parameters; None: it steps in another way."""
+        """Return the object that steps ``optimizer`` on whole parameters; None: it steps in another way."""
         return self._whole.get(optimizer)
 
     def restore(self) -> None:

@@ -36,7 +36,7 @@ AFTER_ERROR_S = 30.0
 
 
 class StatesOfOwners(Protocol):
-    """Know the states of optimizers that step on whole parameters, which only the owners of these have."""
+    """Provide the states of optimizers that step on whole parameters; only the owner of a parameter has its state."""
 
     def own_states(self, optimizer: Optimizer) -> OwnStates | None:
         """Return a function that returns which states of an optimizer this rank keeps; None: its shards of all."""

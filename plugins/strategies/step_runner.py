@@ -37,7 +37,7 @@ def _do_nothing() -> None:
 
 
 class OptimizerOwners:
-    """Let the optimizers of a run step where they must, and know which rank has which of their states.
+    """Let optimizers step on shards or on whole parameters, and record which rank has which of their states.
 
     Args:
         where: Where optimizers step: ``"auto"``, ``"shards"``, ``"whole"`` or ``"dtensors"``.

@@ -2,7 +2,7 @@
 
 - ``figures``: Gathers the figures of all ranks, and computes the metrics of the run from them.
 - ``nodes``: Computes how much of what ranks send crosses the links between nodes.
-- ``utilization``: Counts the operations of a batch, and knows the peak of the device.
+- ``utilization``: Counts the operations of a batch, and looks up the peak of the device.
 - ``step_telemetry``: Holds the callback.
 """
 

@@ -36,7 +36,7 @@ class RankFigures:
     hardware_tflop: float
     """Operations that the device has run, in units of 1e12."""
     peak_tflops: float
-    """The most that the device can run per second, in units of 1e12."""
+    """Operations that the device can run per second at most, in units of 1e12."""
 
 
 def gather(

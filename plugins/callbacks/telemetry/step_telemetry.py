@@ -148,7 +148,7 @@ class StepTelemetry(Callback):
             self._warm = stepped
             if stepped:
                 self._meter.resume()
-                _figures_of_techniques(pl_module, 1)  # Those of the first step are left out as well.
+                _figures_of_techniques(pl_module, 1)  # This drops the figures of the first step.
             return
         samples, tokens = batch_size(batch)
         self._samples += samples

@@ -20,7 +20,7 @@ _TERA = 1e12
 
 
 class Utilization:
-    """Know how many operations a batch takes on this rank, and how many its device can run per second.
+    """Estimate how many operations batches take on this rank, and how many its device can run per second.
 
     The operations of the first batch are counted while it runs. Those of other batches are taken to be proportional to
     their tokens, or to their samples if there are no tokens.
@@ -66,7 +66,7 @@ class Utilization:
             rank_zero_info(f"perf/mfu is relative to {self._peak:.4g} TFLOP/s per device ({peak.source}).")
 
     def figures(self, num_samples: int, num_tokens: int) -> dict[str, float]:
-        """Return the figures of this rank about batches, by name; NaN: unknown.
+        """Return this rank's operations for some batches and its device's peak, by name; NaN: unknown.
 
         Args:
             num_samples: Number of samples in the batches.
