@@ -139,7 +139,7 @@ def _verify(paths: Sequence[str]) -> int:
             CheckpointNotFoundError,
             ValueError,
             ImportError,
-        ) as error:  # The URL, too, may be one of no known kind.
+        ) as error:  # The URL may also be of an unknown kind.
             print_error(str(error))
             return BAD_CONFIGURATION
         except (CheckpointError, OSError) as error:

@@ -85,7 +85,7 @@ def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequ
     where = f"{origin(key, arguments)}{key}: "
     if found := re.search(r"(no strategy is named .*|the strategy '.*|\S+ is not a Strategy\.)", text):
         return where + found[1].strip()
-    for word in re.findall(r"'([\w-]+)(?:\.[\w.]+)?'", text):  # The keys of a value, or an option.
+    for word in re.findall(r"'([\w-]+)(?:\.[\w.]+)?'", text):  # These are keys or options.
         if word != "init_args" and get_close_matches(word, ["init_args"], cutoff=0.8):
             return f"{where}no key is named {word!r} beside class_path; did you mean 'init_args'?"
     if found := re.search(r"Option '(.+)' is not accepted", text):

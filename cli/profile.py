@@ -65,7 +65,7 @@ class ProfileCommand(TrainerCommand):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.set_defaults(telemetry=False)  # It would be recorded as well.
+        parser.set_defaults(telemetry=False)  # Its work would be recorded as well.
         parser.add_argument(
             "--steps",
             type=str,

@@ -31,8 +31,8 @@ class Synced:
         num_metrics: Number of values of metrics that were sent.
         run_id: ID of the run; empty if it is not known.
         tracking_uri: URI of the store.
-        error: Why it failed; otherwise empty.
-        refused: What the store did not take for its content.
+        error: Reason for the failure; empty if there was none.
+        refused: Entries, as text, that the store refused because of their content.
     """
 
     path: str

@@ -108,7 +108,7 @@ class _Run:
     """Hold what remains of the run under the strategy.
 
     Args:
-        recording: What was recorded, complete on rank 0.
+        recording: Record of the run, complete on rank 0.
         title: The heading of the report, which names what is compared.
         layout: Layout of the ranks.
         device: Device of this rank.
@@ -116,7 +116,7 @@ class _Run:
         dtypes: Dtypes in which parameters were gathered and gradients reduced, where they are not the stored one.
         calls_per_step: Number of calls of ``training_step`` on a rank for each step.
         joins_batches: Whether one process computes the batches of all ranks as one batch.
-        adapted: What was adapted so that one process can compute the same.
+        adapted: Adaptations with which one process can compute the same.
     """
 
     recording: Recording
@@ -319,7 +319,7 @@ def _batches(run: _Run) -> str:
 
 
 def _random_numbers(run: _Run, draws: bool) -> str:
-    """Return what was done about random numbers; "" if there are none."""
+    """Return a text on how the check handles random numbers; "" if there are none."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     seeded = f"; the seed is {seed}" if seed else "; no seed was set"
     names = run.adapted.without_dropout
@@ -337,7 +337,7 @@ def _random_numbers(run: _Run, draws: bool) -> str:
 
 
 def _possible_reasons(run: _Run, draws: bool) -> list[str]:
-    """Return what makes a run differ from one process by design, as far as it may apply."""
+    """Return sentences on why a run may differ from one process by design, as far as they may apply."""
     reasons = []
     if run.layout.pp > 1:
         reasons.append(

@@ -70,7 +70,7 @@ class Report:
 
     Args:
         title: The heading of the report, which names what was compared.
-        facts: How it was compared, as pairs of a label and a text.
+        facts: Description of the comparison, as pairs of a label and a text.
         tolerances: The largest accepted deviations.
         losses: Loss of each step under the strategy.
         reference_losses: Loss of each step in one process.
@@ -78,8 +78,8 @@ class Report:
         gradients: Deviation of each gradient by parameter name.
         weights: Deviation of each parameter's change by name.
         factors: Gradients of the first step that are a multiple of those of one process, with the factor.
-        findings: What is wrong; empty if the check has passed.
-        notes: What a user should know although it is not wrong.
+        findings: Sentences about mistakes; empty if the check has passed.
+        notes: Sentences that a user should know although they name no mistake.
     """
 
     title: str

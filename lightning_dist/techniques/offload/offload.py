@@ -140,7 +140,7 @@ class Offload(ParameterRules):
         self._file = None if options.folder is None else MappedFile(options.folder)
 
     def shard_memory(self) -> ShardMemory | None:
-        """Return where shards of parameters are kept; None: on the device."""
+        """Return the memory that keeps shards of parameters; None: that of the device."""
         if not self._options.has_params:
             return None
         return self._file or _HostMemory(self._device_type != "cpu")

@@ -59,7 +59,7 @@ def bound(
 
 
 def find_gradient_reducer(techniques: Sequence[Technique]) -> GradientReducer | None:
-    """Return what averages gradients over ``dp_replicate`` in place of an all-reduce; None: there is nothing.
+    """Return the object that averages gradients over ``dp_replicate`` in place of an all-reduce; None: there is none.
 
     Args:
         techniques: The techniques, from the outside in.
@@ -69,7 +69,7 @@ def find_gradient_reducer(techniques: Sequence[Technique]) -> GradientReducer | 
 
 
 def find_shard_memory(techniques: Sequence[Technique]) -> ShardMemory | None:
-    """Return where shards of parameters are kept between their uses; None: on the device.
+    """Return the memory that keeps shards of parameters between their uses; None: that of the device.
 
     Args:
         techniques: The techniques, from the outside in.

@@ -32,10 +32,10 @@ class ParameterRules(Technique):
         return 0
 
     def gradient_reducer(self) -> GradientReducer | None:
-        """Return what averages gradients over ``dp_replicate`` in place of an all-reduce; None: the next technique."""
+        """Return an object that averages gradients over ``dp_replicate``; None leaves this to the next technique."""
 
     def shard_memory(self) -> ShardMemory | None:
-        """Return where shards of parameters are kept between their uses; None: on the device, or as others say."""
+        """Return the memory that keeps shards of parameters between uses; None leaves this to the next technique."""
 
 
 class ParameterForms(Technique):

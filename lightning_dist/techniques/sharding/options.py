@@ -76,7 +76,7 @@ class ShardingOptions(TechniqueOptions):
         return f"{asked} has no effect: dp_shard_size is 1, so that nothing is sharded."
 
     def config(self, build: Build) -> ShardingConfig:
-        """Return what the technique is built from."""
+        """Return the configuration from which the technique is built."""
         return ShardingConfig(
             param_dtype=build.precision.param_dtype,
             reduce_dtype=build.precision.reduce_dtype,
