@@ -60,7 +60,7 @@ class _Options(Trainer):
             tolerance: Largest accepted relative deviation.
             whole_batch: Whether one process computes the batches of all ranks as one batch.
             ckpt_path: Accepted because configurations of a fit may have it; the check starts from initial weights.
-            weights_only: Accepted for the same reason, and without effect.
+            weights_only: Accepted because configurations of a fit may have it; it has no effect.
         """
 
 

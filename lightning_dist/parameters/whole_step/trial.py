@@ -209,7 +209,7 @@ class _Trial:
     @torch.no_grad()
     def _gradient(self, step: int, index: int, param: Tensor) -> Tensor:
         gradient = _SCALES[step % len(_SCALES)] * self._noise[step][index] + 0.1 * param.detach()
-        if step in (3, 7) and param.ndim:  # Some optimizers project only orthogonal ones.
+        if step in (3, 7) and param.ndim:  # Some optimizers project only orthogonal gradients.
             rows, weights = gradient.reshape(param.shape[0], -1), param.detach().reshape(param.shape[0], -1)
             overlap = (rows * weights).sum(1, keepdim=True) / (weights * weights).sum(1, keepdim=True)
             gradient = (rows - overlap * weights).reshape(param.shape)

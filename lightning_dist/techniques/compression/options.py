@@ -53,7 +53,7 @@ class SyncOptions(TechniqueOptions):
         return self.method is not None
 
     def check(self, run: Run, arguments: Arguments) -> None:
-        """Refuse synchronization of one replica, with experts, a compressor, or comparisons before it has ended."""
+        """Refuse synchronization of one replica, with experts, with a compressor, or with comparisons in between."""
         method, every = self.method, arguments["check_replicas_every_n_steps"]
         if method is None:
             return

@@ -58,7 +58,7 @@ class ContextParallelOptions(TechniqueOptions):
         if group is None:
             return
         original = None if build.copied is None else build.copied.get(ContextParallel)
-        keeps_split = build.layout.tp == build.layout.pp == 1  # They split logits or outputs themselves.
+        keeps_split = build.layout.tp == build.layout.pp == 1  # tp splits logits, and pp passes on outputs.
         plan = (
             find_context_plan(
                 build.module, build.units, self.attention, build.steps.whole(), group, build.device, keeps_split
