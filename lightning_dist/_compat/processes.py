@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,12 +19,16 @@ from torch.distributed.distributed_c10d import GroupName
 
 __all__ = [
     "around_collectives",
+    "backend_of",
+    "created_with",
     "default_group",
     "default_store",
     "new_group_of",
     "num_collectives",
     "process_groups",
     "recorded_collectives",
+    "simulated_backend",
+    "simulated_processes",
     "without_process_group",
 ]
 
@@ -39,6 +44,60 @@ def default_store() -> dist.Store:
     """Return the store with which the default process group was created."""
     store: dist.Store = default_group().get_group_store()
     return store
+
+
+_SIMULATED = "fake"
+"""Name of torch's backend whose groups send nothing."""
+
+_simulated: list[str] = []
+"""The backend that the process groups of a simulation stand for, while there is one."""
+
+
+@contextmanager
+def simulated_processes(num_ranks: int, rank: int, backend: str) -> Iterator[None]:
+    """Let process groups in this context stand for those of many processes, although there is only this one.
+
+    Replaced by: a public way to create a process group of torch's fake backend.
+
+    Args:
+        num_ranks: Number of processes that are simulated.
+        rank: Rank of this process among them.
+        backend: Name of the backend that the groups stand for, such as ``"gloo"`` or ``"nccl"``.
+
+    Raises:
+        RuntimeError: If a process group is initialized already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("Processes cannot be simulated in a process that has a process group already.")
+    import_module("torch.testing._internal.distributed.fake_pg")  # It makes the backend known to torch.
+
+    dist.init_process_group(_SIMULATED, rank=rank, world_size=num_ranks, store=dist.HashStore())
+    _simulated.append(backend)
+    try:
+        yield
+    finally:
+        _simulated.clear()
+        dist.destroy_process_group()
+
+
+def simulated_backend() -> str | None:
+    """Return the backend that process groups stand for in a simulation; None: they are real."""
+    return _simulated[0] if _simulated else None
+
+
+def backend_of(group: dist.ProcessGroup | None = None) -> str:
+    """Return the name of the backend of a process group, or of the one for which it stands in a simulation.
+
+    Args:
+        group: The process group; None: that of all processes.
+    """
+    name: str = dist.get_backend(group)
+    return _simulated[0] if _simulated and name == _SIMULATED else name
+
+
+def created_with(backend: str) -> str:
+    """Return the backend with which a group is created that is to have ``backend``; a simulation has one of its own."""
+    return _SIMULATED if _simulated else backend
 
 
 _num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
@@ -64,7 +123,9 @@ def new_group_of(ranks: Sequence[int], backend: str, description: str) -> dist.P
     own = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *args, **kwargs: GroupName(f"{name}, {made[name]}")
     try:
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=description)
+        group = dist.new_group(
+            list(ranks), backend=created_with(backend), use_local_synchronization=True, group_desc=description
+        )
     finally:
         distributed_c10d._process_group_name = own
     assert isinstance(group, dist.ProcessGroup)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,7 @@ __all__ = [
     "make_parameter",
     "num_packed",
     "on_equal",
+    "on_resize",
     "on_scalar_read",
     "packed_shard",
     "replace_local",
@@ -181,3 +183,23 @@ def accept_sequential_redistribution() -> None:
     Replaced by: a public way to flatten mesh axes, which the warning asks for.
     """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+@contextmanager
+def on_resize(function: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call ``function`` with each storage whose size was changed in this context, which no mode of torch sees.
+
+    Replaced by: an operation for it, or an event of the memory of tensors that hold no values.
+    """
+    before = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = before(storage, size)
+        function(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]

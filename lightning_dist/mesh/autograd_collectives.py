@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist._compat import backend_of
 from lightning_dist.mesh.collectives import direct_all_gather
 from lightning_dist.mesh.traffic import count_all_reduce, count_gather, count_reduce_scatter
 
@@ -166,7 +167,7 @@ def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     chunks = first.new_empty((group.size(), *first.shape))
     count_gather(first, group)
-    if dist.get_backend(group) == "gloo":
+    if backend_of(group) == "gloo":
         direct_all_gather(chunks, first, group)
     else:
         _all_gather(chunks.flatten(0, 1), first, group=group)
@@ -178,7 +179,7 @@ def part_of_sum(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     chunks = first.view(group.size(), -1, *first.shape[1:])
     count_reduce_scatter(first, group)
-    if dist.get_backend(group) == "gloo":  # Gloo's own reduce-scatter sends as many bytes as an all-reduce.
+    if backend_of(group) == "gloo":  # Gloo's own reduce-scatter sends as many bytes as an all-reduce.
         received = torch.empty_like(chunks)
         dist.all_to_all_single(received, chunks, group=group)
         part = received.sum(0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_dist._compat import new_group_of
+from lightning_dist._compat import backend_of, new_group_of
 
 __all__ = [
     "DirectAllGather",
@@ -209,7 +209,7 @@ def group_on_host(group: dist.ProcessGroup | None, description: str) -> dist.Pro
     """
     existing = dist.group.WORLD if group is None else group
     assert existing is not None
-    if dist.get_backend(existing) == "gloo":
+    if backend_of(existing) == "gloo":
         return existing
     return new_group_of(dist.get_process_group_ranks(existing), "gloo", description)
 

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from lightning_dist._compat import default_group, default_store
+from lightning_dist._compat import default_group, default_store, simulated_backend
+from lightning_dist.mesh.objects import gather_objects
 
 __all__ = [
     "OtherRankError",
@@ -30,6 +31,11 @@ __all__ = [
 
 class OtherRankError(RuntimeError):
     """Report that another rank failed in an operation of all ranks; the text names the rank and its error."""
+
+
+def _has_others() -> bool:
+    """Return whether there are other processes, which can be waited for."""
+    return dist.is_initialized() and dist.get_world_size() > 1 and simulated_backend() is None
 
 
 _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe", re.IGNORECASE)
@@ -61,8 +67,7 @@ def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Ite
     except Exception as raised:
         error = raised
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        texts: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else None, group)
+        texts = gather_objects(f"{type(error).__name__}: {error}" if error else None, group)
         failed = [(rank, text) for rank, text in enumerate(texts) if text]
         if failed and error is None:
             rank, text = failed[0]
@@ -86,7 +91,7 @@ def timed_barrier(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | Non
     Raises:
         OtherRankError: If a rank did not arrive in time.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _has_others():
         return
     expected = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     arrivals = _arrivals.setdefault(default_group(), Counter())
@@ -117,7 +122,7 @@ def announce_progress() -> None:
 
     The announcement is written into the store, and is not a collective.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _has_others():
         return
     group = default_group()
     if not _progress:
@@ -164,7 +169,7 @@ def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
     Raises:
         OtherRankError: If a rank has gone on without calling this, has ended, or does not call this in time.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _has_others():
         return
     group, store = default_group(), default_store()
     arrivals = _arrivals.setdefault(group, Counter())
@@ -209,8 +214,7 @@ def check_agreement(what: str, text: str) -> None:
     Raises:
         OtherRankError: On all ranks, if the texts differ; the message shows the first difference.
     """
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    texts = gather_objects(text)
     for rank, other in enumerate(texts):
         if other != texts[0]:
             start = next((i for i, (a, b) in enumerate(zip(texts[0], other, strict=False)) if a != b), len(other))
@@ -230,6 +234,4 @@ def union_over_ranks(names: Iterable[str]) -> list[str]:
     Args:
         names: This rank's names.
     """
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, sorted(names))
-    return sorted({name for of_rank in of_ranks for name in of_rank})
+    return sorted({name for of_rank in gather_objects(list(names)) for name in of_rank})

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_dist._compat import created_with
+
 __all__ = ["AXES", "REMAINING", "STAGE_TO_STAGE", "Axis", "ParallelLayout"]
 
 STAGE_TO_STAGE = "stage to stage"
@@ -304,7 +306,7 @@ class ParallelLayout:
         if len(members) == 1 and not may_be_all:
             return None
         group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            members, backend=backend, group_desc=description
+            members, backend=backend and created_with(backend), group_desc=description
         )[0]
         return group
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dist._compat import created_with
+
 __all__ = ["EXIT_STOPPED", "StopRequest", "TrainingStopped"]
 
 EXIT_STOPPED = 75
@@ -80,7 +82,9 @@ class StopRequest:
             return self._signal_number
         if self._group is None:
             # A separate gloo group does not wait for the collectives of the training, on any device.
-            self._group = dist.new_group(timeout=self._timeout, backend="gloo", group_desc="background: stop requests")
+            self._group = dist.new_group(
+                timeout=self._timeout, backend=created_with("gloo"), group_desc="background: stop requests"
+            )
         heard = 0
         if self._pending is not None:
             work, answer = self._pending

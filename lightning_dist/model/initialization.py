@@ -13,6 +13,7 @@ from torch import nn
 from lightning_dist import _compat
 from lightning_dist._compat import own_buffers, reset_function
 from lightning_dist.mesh.consensus import raise_on_all_ranks
+from lightning_dist.mesh.objects import broadcast_object
 from lightning_dist.model.deferred_init import is_deferred, operations_of, values_of
 from lightning_dist.model.tensor_state import is_uninitialized
 
@@ -60,9 +61,7 @@ def broadcast_tensors(values: Sequence[torch.Tensor], group: dist.ProcessGroup |
 
 def agreed_seed() -> int:
     """Return torch's initial seed of rank 0 on every rank. This is a collective over all processes."""
-    seed = [torch.initial_seed()]
-    dist.broadcast_object_list(seed, src=0)
-    return seed[0]
+    return broadcast_object(torch.initial_seed())
 
 
 def agree_on_operations(module: nn.Module) -> None:
@@ -76,9 +75,7 @@ def agree_on_operations(module: nn.Module) -> None:
     """
     operations = operations_of([*_tensors(module), *(tensor for _, _, tensor in _attributes(module))])
     texts = [str(operation) for operation in operations]
-    first: list[tuple[list[str], list[list[torch.Tensor]]]] = [(texts, [op.contents for op in operations])]
-    dist.broadcast_object_list(first, src=0)
-    texts_of_first, contents_of_first = first[0]
+    texts_of_first, contents_of_first = broadcast_object((texts, [op.contents for op in operations]))
     with raise_on_all_ranks("comparing how ranks initialise the model"):
         for own, of_first in zip_longest(texts, texts_of_first):
             if own != of_first:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dist.mesh.collectives import begin_are_same_numbers
+from lightning_dist.mesh.objects import broadcast_object
 from lightning_dist.model.own_generators import get_state, own_generators, set_state
 from lightning_dist.model.randomness import digest_of_states, rng_state, set_rng_state
 
@@ -28,9 +29,8 @@ def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None
         module: The user's module; generators that are attributes of it or of its submodules are included.
     """
     own = dict(own_generators(module))
-    states = [(rng_state(), {name: get_state(generator) for name, generator in own.items()})]
-    dist.broadcast_object_list(states, group=group, group_src=0)
-    state, of_own = states[0]
+    states = rng_state(), {name: get_state(generator) for name, generator in own.items()}
+    state, of_own = broadcast_object(states, group)
     set_rng_state(state)
     for name, generator in own.items():
         if name in of_own:

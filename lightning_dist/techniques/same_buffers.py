@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from lightning_dist._compat import NORM, own_buffers, version_of
+from lightning_dist._compat import NORM, backend_of, own_buffers, version_of
 from lightning_dist.mesh.collectives import begin_are_same_numbers
 from lightning_dist.mesh.flag_agreement import FlagAgreement
 from lightning_dist.model.tensor_state import is_remote
@@ -44,7 +44,7 @@ class SameBuffers(Technique):
     def __init__(self, mesh: DeviceMesh) -> None:
         self._axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._mesh = mesh
-        self._is_on_host = all(dist.get_backend(group) == "gloo" for group in self._axes)
+        self._is_on_host = all(backend_of(group) == "gloo" for group in self._axes)
         self._agreement: FlagAgreement | None = None
         self._changed: list[bool] = []
         """For each buffer, whether it had changed on any rank at the last synchronization."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import chain
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -133,4 +134,6 @@ class ModuleBuilder:
     def move_to_device(self, module: LightningModule) -> None:
         """Move a module to this rank's device, except tensors that ``configure_model`` left on the meta device."""
         device = self._host.root_device
-        convert(module, lambda tensor: tensor if is_uninitialized(tensor) else tensor.to(device))
+        tensors = chain(module.parameters(), module.buffers())
+        if any(tensor.device != device and not is_uninitialized(tensor) for tensor in tensors):
+            convert(module, lambda tensor: tensor if is_uninitialized(tensor) else tensor.to(device))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.uneven_batches import ranks_text
 
@@ -44,10 +45,7 @@ class EvaluationBatches:
         self._policy = policy
         self._gather = gather
         numbers = [float(number) for number in _compat.num_evaluation_batches(trainer)]
-        of_all: list[list[float]] = [numbers]
-        if dist.is_initialized():
-            of_all = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(of_all, numbers)
+        of_all = gather_objects(numbers) if dist.is_initialized() else [numbers]
         self._is_unknown = False
         self._undo: Callable[[], None] | None = None
         if any(other != numbers for other in of_all):
@@ -125,10 +123,7 @@ def others_have_batches(numbers: list[float]) -> list[bool]:
     Raises:
         UnequalBatchesError: On all ranks, if a rank has no batch of one of several loaders, and others have some.
     """
-    of_all: list[list[float]] = [numbers]
-    if dist.is_initialized():
-        of_all = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_all, numbers)
+    of_all = gather_objects(numbers) if dist.is_initialized() else [numbers]
     by_loader = list(zip(*of_all, strict=False))
     for index, counts in enumerate(by_loader):
         empty = [rank for rank, count in enumerate(counts) if count == 0]
@@ -169,8 +164,7 @@ class SameResults:
         most, least = extremes.tolist()
         if most == -least:
             return
-        of_all: list[list[tuple[object, ...]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_all, own)
+        of_all = gather_objects(own)
         if len({loader for described in of_all for _, loader, _ in described}) > 1:
             raise UnequalBatchesError(
                 "Ranks have ended the evaluation of different loaders, because some of them have no batch of one of"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist._compat import backend_of
+
 __all__ = ["reduce_metric"]
 
 
@@ -44,4 +46,4 @@ def reduce_metric(value: Tensor, group: dist.ProcessGroup | None, reduce_op: dis
 def _backend_of(value: Tensor, group: dist.ProcessGroup | None) -> str:
     """Return the backend that reduces ``value``; a group may have one for each type of device."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return backends.get(value.device.type, dist.get_backend(group))
+    return backends.get(value.device.type, backend_of(group))

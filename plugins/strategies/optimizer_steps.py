@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_dist.mesh.layout import ParallelLayout
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.parameters.shard_step import ELEMENTWISE, LocalStep
 from lightning_dist.parameters.sparse_gradients import SparseStep
 from lightning_dist.parameters.whole_step import Finding, Scope, WholeStep, try_optimizer
@@ -156,7 +157,6 @@ def _agreed(finding: Finding) -> Finding:
     """Return what the trials of all ranks have found together. This is a collective over all processes."""
     if not dist.is_initialized():
         return finding
-    found: list[Finding] = [finding] * dist.get_world_size()
-    dist.all_gather_object(found, finding)
+    found = gather_objects(finding)
     widest = max(found, key=lambda one: one.scope)
     return replace(widest, uses_loss=any(one.uses_loss for one in found))

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_dist._compat import backend_of
 from lightning_dist.mesh.collectives import gather
+from lightning_dist.mesh.objects import broadcast_object
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.gpus import refuse_shared_gpu
 from lightning_dist.plugins.strategies.launcher import RankLauncher, starts_ranks
@@ -166,7 +168,7 @@ class ProcessStrategy(_compat.LightningStrategy):
         """
         if dist.is_initialized():
             # With offload="params", the backend is "cpu:gloo,cuda:nccl".
-            on_device = self.root_device.type == "cuda" and "nccl" in dist.get_backend()
+            on_device = self.root_device.type == "cuda" and "nccl" in backend_of()
             dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -178,9 +180,7 @@ class ProcessStrategy(_compat.LightningStrategy):
         """
         if not dist.is_initialized():
             return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        return broadcast_object(obj, source=src)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all ranks along a new first dimension. This is a collective over ``group``.

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchmetrics import Metric
 
+from lightning_dist._compat import backend_of
 from lightning_dist.mesh.consensus import announce_progress
 from lightning_dist.model.same_batch import SameBatch
 from lightning_dist.model.same_random_numbers import SameRandomNumbers, agree_on_random_numbers
@@ -81,7 +82,7 @@ class SharedBatches:
         group = host.groups.same_batch
         if group is not None:
             self._same_batch = SameBatch(group, host.root_device)
-            on_host = group if dist.get_backend(group) == "gloo" else host.layout.build_same_batch_group("gloo")
+            on_host = group if backend_of(group) == "gloo" else host.layout.build_same_batch_group("gloo")
             self._same_numbers = None if on_host is None else SameRandomNumbers(on_host, host.module)
 
     @property

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist._compat import new_group_of
 from lightning_dist.mesh.collectives import begin_any_of_flags
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.plugins import _compat
 
 __all__ = ["POLICIES", "TrainingBatches", "UnevenBatchesError", "check_that_all_have_lengths", "ranks_text"]
@@ -72,8 +73,7 @@ class TrainingBatches:
         Raises:
             UnevenBatchesError: On all ranks, if the numbers differ and the policy is to raise, or a rank has none.
         """
-        of_all: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_all, limits)
+        of_all = gather_objects(limits)
         if all(other == limits for other in of_all):
             return limits
         if len({len(other) for other in of_all}) > 1:
@@ -107,9 +107,7 @@ class TrainingBatches:
 
         This is a collective over all processes.
         """
-        is_sure: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(is_sure, all(map(_compat.is_surely_sized, loaders)))
-        if all(is_sure):
+        if all(gather_objects(all(map(_compat.is_surely_sized, loaders)))):
             return None
         self._create_group()
         return self._begin

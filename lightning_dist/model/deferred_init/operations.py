@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dist._compat import tree_leaves, tree_map, tree_map_only
+from lightning_dist._compat import simulated_backend, tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "ALLOCATIONS",
@@ -74,6 +74,8 @@ def values_of(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """
     if not tensors:
         return []
+    if simulated_backend() is not None:  # Nobody reads the values.
+        return [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device) for t in tensors]
     operations = operations_of(tensors)
     real = replay(operations, operations[0].device)
     found = [View.of(tensor).show(real) for tensor in tensors]

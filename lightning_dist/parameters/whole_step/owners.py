@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_dist._compat import default_group, new_group_of
+from lightning_dist._compat import backend_of, default_group, new_group_of
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.parameters.shard_slices import ShardSlices
 
 __all__ = ["Box", "Owners", "Parts", "exchange", "group_of_shards"]
@@ -46,7 +47,7 @@ def group_of_shards(params: Sequence[Tensor]) -> dist.ProcessGroup | None:
     if len(members) == dist.get_world_size():
         return default_group()
     group = of_axes.get(tuple(members))
-    return group or new_group_of(members, dist.get_backend(), "owners of parameters")
+    return group or new_group_of(members, backend_of(), "owners of parameters")
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,7 @@ class Owners:
             [Box(part.offsets, part.sizes) for part in self._slices.of(param) if math.prod(part.sizes)]
             for param in params
         ]
-        of_ranks: list[list[list[Box]]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(of_ranks, own, self._group)
+        of_ranks = gather_objects(own, self._group)
         result: list[Parts | None] = [None] * len(params)
         for index in sorted(range(len(params)), key=lambda index: -params[index].numel()):
             param, boxes = params[index], [tuple(of_rank[index]) for of_rank in of_ranks]

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_dist._compat import (
+    backend_of,
     default_group,
     local_of,
     mark_stepped,
@@ -33,6 +34,7 @@ from lightning_dist._compat import (
     without_step_hooks,
 )
 from lightning_dist.mesh.consensus import OtherRankError
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.parameters.accumulated_gradients import UnreducedGradient
 from lightning_dist.parameters.whole_step.owners import Owners, Parts, exchange, group_of_shards
@@ -170,9 +172,8 @@ class WholeStep:
                 for group in groups
             ]
             assert self._group is not None
-            of_ranks: list[list[dict[str, Any] | None]] = [[] for _ in range(self._group.size())]
-            dist.all_gather_object(of_ranks, options, self._group)
-            for group, known in zip(groups, zip(*of_ranks, strict=True), strict=True):
+            of_ranks = zip(*gather_objects(options, self._group), strict=True)
+            for group, known in zip(groups, of_ranks, strict=True):
                 group.update(next((given for given in known if given is not None), {}))
         self._used = with_gradient
 
@@ -400,8 +401,7 @@ class WholeStep:
             {key: value for key, value in group.items() if key != "params"} if own & set(group["params"]) else None
             for group in state["param_groups"]
         ]
-        outlines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outlines, (tree_map(_outline, states), options))
+        outlines = gather_objects((tree_map(_outline, states), options))
         rank = dist.get_rank()
         merged: dict[Any, Any] = {}
         for writer, (of_rank, _) in enumerate(outlines):
@@ -412,7 +412,7 @@ class WholeStep:
         others = {name: value for name, value in state["state"].items() if name not in set(order)}
         groups = []
         for index, group in enumerate(state["param_groups"]):
-            known: dict[str, Any] = next((given[index] for _, given in outlines if given[index] is not None), {})
+            known = next((of_group for _, given in outlines if (of_group := given[index]) is not None), {})
             groups.append({**group, **known})
         return {**state, "state": {name: merged[name] for name in order if name in merged} | others,
                 "param_groups": groups}  # fmt: skip
@@ -538,6 +538,6 @@ def _written(value: Any) -> Any:
         return local.cpu()
     meshes = _alone.setdefault(default_group(), {})
     if local.device.type not in meshes:
-        group = new_group_of([dist.get_rank()], dist.get_backend(), "states of this rank")
+        group = new_group_of([dist.get_rank()], backend_of(), "states of this rank")
         meshes[local.device.type] = DeviceMesh.from_group(group, local.device.type)
     return DTensor.from_local(local, meshes[local.device.type], [Replicate()], run_check=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_dist._compat import local_of, new_group_of
+from lightning_dist._compat import backend_of, local_of, new_group_of
 from lightning_dist.parameters.gradient_reducer import GradientReducer, LocalGradient, Reduction
 from lightning_dist.techniques.compression.background import InBackground
 from lightning_dist.techniques.compression.compressor import (
@@ -80,7 +80,7 @@ class Compression(ParameterRules, SavedState):
         self.compressor.check({name: param.shape for name, param in parallel.module.named_parameters()})
         # A thread communicates over this group while the main thread uses the others.
         ranks = dist.get_process_group_ranks(self._mesh.get_group("dp_replicate"))
-        backend = dist.get_backend(self._mesh.get_group("dp_replicate"))
+        backend = backend_of(self._mesh.get_group("dp_replicate"))
         self.wire = Wire(new_group_of(ranks, backend, "compression"))
         self._non_finite = NonFiniteGradients(torch.device(self._mesh.device_type), self._scales_losses)
 

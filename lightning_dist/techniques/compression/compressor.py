@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.techniques.compression.wire import Wire
 
 __all__ = ["COMPRESSORS", "Compressor", "CompressorState", "Gradient", "SaveResiduals", "compressor_from", "wide_dtype"]
@@ -230,9 +230,7 @@ def refuse_if_unused(compressor: Compressor, shapes: Mapping[str, torch.Size]) -
     Raises:
         ValueError: On all ranks, if it takes none.
     """
-    takes_any = [False] * dist.get_world_size()
-    dist.all_gather_object(takes_any, any(compressor.compresses(name, shape) for name, shape in shapes.items()))
-    if not any(takes_any):
+    if not any(gather_objects(any(compressor.compresses(name, shape) for name, shape in shapes.items()))):
         raise ValueError(compressor.refusal(shapes, "part of a parameter that a rank holds"))
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import local_of, tree_leaves, tree_map
 from lightning_dist.mesh.consensus import timed_barrier
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.techniques.compression.compressor import refuse_if_unused
 from lightning_dist.techniques.compression.saved_states import (
@@ -141,8 +141,7 @@ class LocalUpdates(SavedState):
             if value.ndim or not (name in params and params[name].ndim > 0)
         }
         # Replicas may have used different parameters so far, and in another order.
-        keys: list[list[tuple[str, str, int]]] = [[] for _ in range(self.wire.size)]
-        dist.all_gather_object(keys, list(tensors), self.wire.group)
+        keys = gather_objects(list(tensors), self.wire.group)
         for key in sorted(set(keys[0]).intersection(*keys)):
             # NCCL sends no tensors of the CPU, such as the number of steps of a scalar parameter.
             on_device = tensors[key].to(self._mesh.device_type)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from lightning_dist._compat import without_step_hooks
+from lightning_dist._compat import created_with, without_step_hooks
 from lightning_dist.mesh.collectives import any_of_flags
 from lightning_dist.mesh.deferred_read import DeferredRead
 from lightning_dist.model.tensor_state import is_remote
@@ -43,7 +43,7 @@ class NonFiniteGradients:
     def __init__(self, device: torch.device, scales_losses: bool) -> None:
         self._device = device
         self._scales_losses = scales_losses
-        everyone = dist.new_group(backend="gloo", group_desc="non-finite gradients")
+        everyone = dist.new_group(backend=created_with("gloo"), group_desc="non-finite gradients")
         # torch.distributed keeps the group. A second reference would keep its connections open after an error here.
         self._everyone = weakref.ref(everyone)
         self._optimizers: list[Optimizer] = []

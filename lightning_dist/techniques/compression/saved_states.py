@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist._compat import local_of, shifted
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.techniques.compression.compressor import Compressor, CompressorState, wide_dtype
 
@@ -59,9 +60,7 @@ class SavedStates:
             collects: Functions that gather dictionaries from ranks with other parameters.
         """
         # A rank whose shard of a parameter is too small to be compressed has no tensors about it, and others have.
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, {key for state in states.values() for key in state})
-        kinds = set().union(*of_ranks)
+        kinds = set().union(*gather_objects({key for state in states.values() for key in state}))
         names = [name for name, param in self._params.items() if not is_remote(param)]
         names = [name for name in names if self._compressor.compresses(name, self._params[name].shape)]
         if num_reductions is not None:

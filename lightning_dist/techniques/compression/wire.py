@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist._compat import backend_of
 from lightning_dist.mesh.collectives import direct_all_gather, exchange
 
 __all__ = ["Wire"]
@@ -26,7 +27,7 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup) -> None:
         # torch.distributed keeps the group. A second reference would keep its connections open after an error here.
         self._group = weakref.ref(group)
-        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._is_gloo = backend_of(group) == "gloo"
         self.rank = group.rank()
         """Index of this rank among the replicas."""
         self.size = group.size()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_dist._compat import FakeTensor
 from lightning_dist.mesh.autograd_collectives import exchange
 from lightning_dist.mesh.traffic import count_sent
 
@@ -92,14 +93,15 @@ def compute_routed(
         places = index.reshape(-1).argsort(stable=True)
     assert counts is not None
     if hidden.device.type == "cpu":  # Tokens are selected while the counts are under way.
-        per_expert = sent.tolist()
+        per_expert = _read(sent, index.numel())
         pairs = Pairs(places[: sum(per_expert)], index.shape)
         selected = select(hidden, pairs, group)
         counts.wait()
-        from_experts = received.tolist()
+        from_experts = _read(received, index.numel())
     else:  # The host waits for the device once.
         counts.wait()
-        per_expert, from_experts = torch.stack((sent, received)).tolist()
+        both = _read(torch.stack((sent, received)).view(-1), 2 * index.numel())
+        per_expert, from_experts = both[:num_experts], both[num_experts:]
         pairs = Pairs(places[: sum(per_expert)], index.shape)  # Pairs of a token and no expert come last in the order.
         selected = select(hidden, pairs, group)
     to_ranks = [sum(part) for part in _chunks(per_expert, ranks)]
@@ -135,7 +137,7 @@ def compute_dense(
         received = torch.empty_like(sent)
         count_sent(sent.nbytes * (ranks - 1) / ranks, group)
         dist.all_to_all_single(received, sent, group=group)
-        lengths = received.tolist()
+        lengths = _read(received, per_expert * ranks)
     to_ranks, from_ranks = [own * per_expert] * ranks, [own * length for length in lengths]
     there = partial(all_to_all, sent=to_ranks, received=from_ranks)
     back = partial(all_to_all, sent=from_ranks, received=to_ranks)
@@ -149,6 +151,20 @@ def compute_dense(
     results = compute(torch.cat(parts, 1).flatten(0, 1)).view(own, sum(lengths), -1)
     returned = torch.cat([part.flatten(0, 1) for part in torch.split(results, lengths, 1)])
     return Routed(exchange(returned, group, 0, back, there), of_each)
+
+
+def _read(counts: Tensor, total: int) -> list[int]:
+    """Return the numbers of tokens in ``counts``, or equal ones if the tensor has no values.
+
+    Args:
+        counts: One-dimensional tensor of numbers of tokens.
+        total: Their sum if all ranks have as many tokens.
+    """
+    if not isinstance(counts, FakeTensor):
+        numbers: list[int] = counts.tolist()
+        return numbers
+    share, rest = divmod(total, len(counts))
+    return [share + (place < rest) for place in range(len(counts))]
 
 
 def count_tokens(index: Tensor, num_experts: int) -> Tensor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from lightning_dist.mesh.collectives import any_of_flags
 from lightning_dist.mesh.consensus import OtherRankError
 from lightning_dist.mesh.flag_agreement import FlagAgreement, FlagsChangedError
+from lightning_dist.mesh.objects import gather_objects
 
 __all__ = ["Attempt", "Failure", "PathAgreement", "raise_first", "raise_together"]
 
@@ -151,8 +152,7 @@ def raise_first(failure: Failure | None, group: dist.ProcessGroup) -> NoReturn:
     Raises:
         OtherRankError: On the other ranks, if the first error cannot be pickled or unpickled.
     """
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, _packed(failure), group=group)
+    told = gather_objects(_packed(failure), group)
     moment, rank, where, text, content = min(found for found in told if found is not None)
     if failure is not None and failure.time == moment:
         raise failure.error

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dist import _compat
 from lightning_dist.mesh.collectives import group_on_host
+from lightning_dist.mesh.objects import broadcast_object
 from lightning_dist.model.randomness import RngGenerators, digest_of_states
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.techniques.pipeline.failures import Failure, raise_together
@@ -214,7 +215,7 @@ class StagesInTurn:
         except Exception as error:
             failure = Failure.now(error, name)
         self._agree(failure)
-        dist.broadcast_object_list([content], group=self._on_host, group_src=self.rank)
+        broadcast_object(content, self._on_host, self.rank)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._broadcast(leaf)
@@ -244,9 +245,7 @@ class StagesInTurn:
     def _receive(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._agree(None)
         home = self._homes[name]
-        content: list[Any] = [None]
-        dist.broadcast_object_list(content, group=self._on_host, group_src=home)
-        described, draws = pickle.loads(content[0])
+        described, draws = pickle.loads(broadcast_object(b"", self._on_host, home))
         leaves, structure = _compat.tree_flatten(described)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, _Returned)]
         known = [leaves[place] for place in places]

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_dist import _compat
 from lightning_dist.mesh.collectives import group_on_host
 from lightning_dist.mesh.consensus import timed_barrier
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.model.random_functions import (
     CHANGES_AT_RANDOM,
     FILLS_AT_RANDOM,
@@ -150,9 +151,7 @@ class AllStages(TorchFunctionMode):
     def _sharded_on_any_stage(self) -> frozenset[str]:
         """Return the names of the parameters that are DTensors where they have values. This is a collective."""
         own = [name for name, param in self._root.named_parameters() if isinstance(param, DTensor)]
-        of_all: list[list[str]] = [[] for _ in self._ranks]
-        dist.all_gather_object(of_all, own, self._on_host)
-        return frozenset(name for of_rank in of_all for name in of_rank)
+        return frozenset(name for of_rank in gather_objects(own, self._on_host) for name in of_rank)
 
     def converted(self, tensor: DTensor, convert: Callable[[], Tensor], is_part: bool) -> Tensor:
         """Return what a method of DTensor makes of a tensor, which the ranks of other stages do not have.
@@ -191,9 +190,8 @@ class AllStages(TorchFunctionMode):
                 if id(param) in kept and self._is_here(param) and id(param) in names
             }
             self._wait_for_all()
-            described: list[dict[str, dict[str, Any]]] = [{} for _ in self._ranks]
-            dist.all_gather_object(described, own, self._on_host)
-            of_all = {name: state for of_rank in reversed(described) for name, state in of_rank.items()}
+            described = reversed(gather_objects(own, self._on_host))
+            of_all = {name: state for of_rank in described for name, state in of_rank.items()}
             for param in params:
                 holders = holders_of(param)
                 state = kept.get(id(param))

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_dist.mesh.consensus import check_agreement, raise_on_all_ranks
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.mesh.timeline import Timeline
 from lightning_dist.model.initialization import broadcast_tensors
 from lightning_dist.model.original_module import OriginalModule
@@ -317,9 +318,7 @@ class Pipeline(RemoteParts, SavedState, Scheduled):
 
     def collect_parts(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Gather the dictionaries of all stages into one list. This is a collective over ``pp``."""
-        of_stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather_object(of_stages, parts, self.group)
-        return [part for of_stage in of_stages for part in of_stage]
+        return [part for of_stage in gather_objects(parts, self.group) for part in of_stage]
 
     def original(self) -> AbstractContextManager[None]:
         """Return a context in which the module is as it was before it was parallelized."""

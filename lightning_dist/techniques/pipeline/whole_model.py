@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.model.tensor_places import Place, put, tensor_places
 from lightning_dist.model.tensor_state import is_remote
 
@@ -29,8 +29,7 @@ def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device)
     """
     places = _places(root)
     own = {name: (tensor.shape, tensor.dtype) for name, (tensor, _) in places.items() if not is_remote(tensor)}
-    of_all: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(of_all, own, group)
+    of_all = gather_objects(own, group)
     replaced: list[tuple[Tensor, list[Place]]] = []
     try:
         for name, (tensor, registered) in places.items():

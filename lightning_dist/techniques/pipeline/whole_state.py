@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_dist.mesh.objects import gather_objects
 from lightning_dist.model.tensor_state import is_remote
 
 __all__ = ["optimizer_state_of_all", "with_one_writer_per_tensor", "with_replicated_tensors"]
@@ -58,8 +59,7 @@ def with_one_writer_per_tensor(state: dict[str, Any], group: dist.ProcessGroup, 
         return leaf
 
     _map_leaves(find_missing, state)
-    missing: list[set[str]] = [set() for _ in range(group.size())]
-    dist.all_gather_object(missing, own, group)
+    missing = gather_objects(own, group)
     lacking = set[str]().union(*missing)
     if not lacking:
         return state
@@ -106,9 +106,8 @@ def optimizer_state_of_all(state: dict[str, Any], group: dist.ProcessGroup, mesh
         group: Process group of the ranks of one pipeline.
         mesh: Device mesh of the ranks that have the same stages.
     """
-    outlines: list[dict[str, dict[str, Any]]] = [{} for _ in range(dist.get_world_size(group))]
     own = {name: {key: _outline(value) for key, value in values.items()} for name, values in state["state"].items()}
-    dist.all_gather_object(outlines, own, group)
+    outlines = gather_objects(own, group)
     merged = {
         name: {key: _replicated(value, mesh) if isinstance(own[name][key], _Outline) else value
                for key, value in values.items()}

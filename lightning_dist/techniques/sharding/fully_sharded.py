@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn import functional
 
-from lightning_dist._compat import NORM, own_parameters, tree_map
+from lightning_dist._compat import NORM, backend_of, own_parameters, tree_map
 from lightning_dist.mesh.collectives import DirectAllGather, Transfer, TwoShotReduceScatter, begin_exchange
 from lightning_dist.model.units import Unit, merge_units
 from lightning_dist.parameters.group import MAX_BYTES_UNDER_WAY
@@ -95,7 +95,7 @@ class Sharding(ParameterForms):
                 " of weights over fewer ranks only in their own dtype. Use True or False."
             )
         self._is_direct = config.direct_collectives
-        on_host = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo" and mesh.device_type == "cpu"
+        on_host = backend_of(mesh.get_group(mesh.ndim - 1)) == "gloo" and mesh.device_type == "cpu"
         if self._is_direct and not on_host:
             raise ValueError(
                 f"direct_collectives=True sends tensors of the CPU over gloo, and this run has tensors on"

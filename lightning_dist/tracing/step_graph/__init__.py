@@ -38,6 +38,7 @@ from lightning_dist.tracing.step_graph.errors import (
     RepeatedCallsError,
     TraceError,
 )
+from lightning_dist.tracing.step_graph.fake_rules import FakeRules
 from lightning_dist.tracing.step_graph.fake_run import FailureReason, run_on_fakes, tensors_in
 from lightning_dist.tracing.step_graph.first_calls import trace_first_calls
 from lightning_dist.tracing.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, Value
@@ -50,6 +51,7 @@ from lightning_dist.tracing.step_graph.trace import trace_step
 __all__ = [
     "Dataflow",
     "FailureReason",
+    "FakeRules",
     "InnerCall",
     "KnownPaths",
     "Leaf",

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_dist.mesh.consensus import OtherRankError
+from lightning_dist.mesh.objects import broadcast_object
 from lightning_dist.plugins import _compat
 from lightning_dist.techniques.pipeline import Pipeline
 
@@ -209,9 +209,8 @@ class SharedMetrics:
                     pickle.dumps(value)  # An error in the broadcast would leave the other ranks waiting.
                 except Exception as raised:  # The other ranks wait for the broadcast, so they are told of the error.
                     value, error = None, raised
-            told = [(value, None if error is None else f"{type(error).__name__}: {error}")]
-            dist.broadcast_object_list(told, group=pipeline.group, group_src=pipeline.last_rank)
-            value, failed = told[0]
+            told = value, None if error is None else f"{type(error).__name__}: {error}"
+            value, failed = broadcast_object(told, pipeline.group, pipeline.last_rank)
             if failed is not None:
                 raise error or OtherRankError(f"The last stage could not compute {type(metric).__name__}: {failed}")
             return apply_to_collection(value, Tensor, Tensor.to, self._module.device)

@@ -183,7 +183,7 @@ class StepResult:
         """
         output, logged, attributes, between = results
         restore(self._module, self.graph.changed, self._before)
-        for (owner, key), (how, value) in zip(self.graph.changed, attributes, strict=True):
+        for (owner, key), (how, value) in zip(self.graph.changed, attributes, strict=bool(attributes)):
             if how == "append":
                 vars(self._module.get_submodule(owner))[key].extend(value)
             elif how == "update":
