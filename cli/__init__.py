@@ -19,6 +19,7 @@ _COMMANDS = {
     "test": "run one test epoch",
     "predict": "run a model over data and collect what it returns",
     "check": "compare a step under a strategy with one process, before a training",
+    "plan": "predict the memory of each layout, without devices",
     "profile": "record some training steps with torch's profiler",
     "compare": "compare runs that MLflow holds",
     "sync": "send MLflow what runs have logged while it was away",
@@ -26,6 +27,7 @@ _COMMANDS = {
 }
 _MODULES = {
     "check": "lightning_dist.cli.check",
+    "plan": "lightning_dist.cli.plan",
     "profile": "lightning_dist.cli.profile",
     "compare": "lightning_dist.cli.compare.command",
     "sync": "lightning_dist.cli.sync",
@@ -36,7 +38,7 @@ _MODULES = {
 _PACKAGES = {"compare": ("mlflow", "rich", "jinja2"), "sync": ("mlflow",), "checkpoint": ()}
 """The packages of the extra ``cli`` that the commands need."""
 
-_PACKAGES_OF_TRAINER = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow")
+_PACKAGES_OF_TRAINER = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow", "rich")
 
 _USAGE = """\
 usage: lightning-dist COMMAND [options]

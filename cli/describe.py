@@ -18,10 +18,15 @@ from lightning_dist.cli._compat import options_of
 from lightning_dist.cli.check import CheckCommand
 from lightning_dist.cli.failures import Progress
 from lightning_dist.cli.options import DESCRIBED, PATH, Command, Option, to_json
+from lightning_dist.cli.plan import PlanCommand
 from lightning_dist.cli.profile import ProfileCommand
 from lightning_dist.cli.trainer import TrainerCommand
 
-_CLASSES: dict[str, type[TrainerCommand]] = {"check": CheckCommand, "profile": ProfileCommand}
+_CLASSES: dict[str, type[TrainerCommand]] = {
+    "check": CheckCommand,
+    "plan": PlanCommand,
+    "profile": ProfileCommand,
+}
 """Classes of the commands that have one of their own; the others are of the class ``TrainerCommand``."""
 
 

@@ -16,6 +16,8 @@ _TITLES = {
     "predict": "Run a model over data and collect what it returns.",
     "profile": "Record some training steps with torch's profiler, and write one Chrome trace per rank. The run ends"
     " after the last recorded step, without validation and checkpoints.",
+    "plan": "Predict the memory that a rank needs in each layout of the devices, from two training steps on tensors"
+    " without values. Neither devices nor other processes are needed, and nothing is computed.",
 }
 
 _COMMON = {
@@ -27,6 +29,13 @@ _COMMON = {
     "steps to record": {
         "--steps=FIRST:END": "the optimizer steps, counted from 0: 10:13 records 10, 11 and 12",
         "--output=FOLDER": "folder of the traces; by default profile/ in the run's folder",
+    },
+    "what to plan for": {
+        "--nodes=N": "number of nodes; trainer.num_nodes if it is not given",
+        "--devices=N": "number of devices of a node; trainer.devices if it is not given",
+        "--memory=SIZE": "memory of a device, such as 80GiB; layouts that need more than 90% of it do not fit",
+        "--write=FILE": "write the first layout that fits, as a configuration for a further -c",
+        "--json": "print the results as JSON",
     },
     "model and data": {
         "--model=CLASS": "LightningModule, such as my_module.MyModel; its arguments: --model.ARGUMENT=VALUE",
@@ -58,7 +67,7 @@ _COMMON = {
 }
 """The options that most users need, as they are written, with their explanations."""
 
-_OF_TRAINING = {"fit", "profile"}
+_OF_TRAINING = {"fit", "profile", "plan"}
 _ONLY_IN_TRAINING = (
     "optimizer",
     "lr_scheduler",

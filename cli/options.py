@@ -17,7 +17,7 @@ __all__ = ["DESCRIBED", "PACKAGES", "PATH", "Command", "Option", "read", "stored
 
 PATH = Path(__file__).with_name("options.json")
 
-DESCRIBED = ("fit", "validate", "test", "predict", "profile", "check")
+DESCRIBED = ("fit", "validate", "test", "predict", "profile", "check", "plan")
 """The commands whose options are in the file."""
 
 PACKAGES = ("jsonargparse", "lightning")

@@ -1,0 +1,258 @@
+"""Run ``lightning-dist plan``, which predicts what each layout of a training needs, in one process."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import override
+
+from lightning_dist.cli.trainer import TrainerCommand, run_command
+from lightning_dist.plugins.planning import Layout, Planned, layouts_of, plan
+from lightning_dist.plugins.strategies import NDParallelStrategy
+
+__all__ = ["PlanCommand", "parse_memory", "run"]
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+_STRATEGY = "lightning_dist.plugins.strategies.NDParallelStrategy"
+_NOTHING_FITS = 1
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``lightning-dist plan``.
+
+    Args:
+        arguments: Words of the command line after ``plan``.
+
+    Returns:
+        The exit code: 0 if a layout fits, 1 if none does, 2 for a bad configuration.
+    """
+    return run_command(PlanCommand, ["plan", *arguments])
+
+
+def parse_memory(text: str) -> int:
+    """Return the number of bytes that a size such as ``"80GiB"`` stands for.
+
+    Raises:
+        ValueError: If the text is no number with one of the units GiB, MiB, GB and MB.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*(GiB|MiB|GB|MB)\s*", text)
+    if found is None:
+        raise ValueError(f"--memory={text} is no size: give a number and a unit, such as 80GiB, 80GB or 500MiB.")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+class _Options(Trainer):
+    """Declare the options of the command for its parser; no instance of it is made."""
+
+    def plan(
+        self,
+        model: LightningModule,
+        datamodule: Any = None,
+        nodes: int | None = None,
+        devices: int | None = None,
+        memory: str | None = None,
+        write: str | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Predict the memory of each layout.
+
+        Args:
+            model: The module of the configuration.
+            datamodule: The datamodule of the configuration.
+            nodes: Number of nodes; by default, trainer.num_nodes.
+            devices: Number of devices of a node; by default, trainer.devices.
+            memory: Memory of a device, such as 80GiB; by default, that of this machine's first GPU, or no limit.
+            write: File to which the first layout that fits is written, as a configuration for a further -c.
+            ckpt_path: Accepted because configurations of a fit may have it; it is not read.
+            weights_only: Accepted in the same way.
+        """
+
+
+class PlanCommand(TrainerCommand):
+    """Predict the memory of layouts with the classes of the configuration, which forked processes make."""
+
+    _trainer_class = _Options
+    _saves_config = False
+    _makes_classes = False
+
+    @override
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        return {"plan": {"model", "datamodule"}}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--json", action="store_true", help="Print the results as JSON.")
+
+    @override
+    def read_checkpoint_hparams(self, path: str) -> None:
+        """Leave the checkpoint of the configuration unread."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Make no class here, but in the processes of dry runs, where a model takes no memory."""
+        if self._makes_classes:
+            super().instantiate_classes()
+            return
+        self.config_init, self.model, self.datamodule, self.trainer = self.config, None, None, cast(Trainer, self)
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        if self._makes_classes:
+            super().after_instantiate_classes()
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Keep the arguments of the Trainers of dry runs, and return this command, whose method runs them."""
+        self._trainer_arguments = dict(self.config_init.plan.trainer)
+        return cast(Trainer, self)
+
+    def plan(
+        self,
+        model: None,
+        nodes: int | None,
+        devices: int | None,
+        memory: str | None,
+        write: str | None,
+        **unused: Any,
+    ) -> None:
+        """Predict the memory of all layouts, print it, and exit.
+
+        Args:
+            model: None, since the module is made in the processes of dry runs.
+            nodes: Number of nodes; None: as configured.
+            devices: Number of devices of a node; None: as configured.
+            memory: Memory of a device, such as ``"80GiB"``; None: that of this machine's GPU, or no limit.
+            write: File for the first layout that fits; None: none is written.
+            unused: Options that other commands have.
+
+        Raises:
+            SystemExit: With the exit code.
+            ValueError: If an option has none of its accepted values.
+        """
+        trainer = self.config.plan.trainer
+        num_nodes = _positive("nodes", nodes if nodes is not None else trainer.num_nodes, "--nodes=1")
+        num_devices = _positive("devices", devices if devices is not None else trainer.devices, "--devices=8")
+        limit = parse_memory(memory) if memory is not None else _memory_of_gpu()
+        as_json: bool = self.config.plan.json
+        backend = "nccl" if _is_for_gpus(trainer.accelerator) else "gloo"
+        shares = not self._given_arguments().get("global_batch_size")
+        layouts = layouts_of(num_nodes, num_devices)
+        planned = plan(self._make, layouts, limit, backend, shares, _show_progress)
+        fitting = [one for one in planned if one.fits(limit)]
+        if as_json:
+            print(json.dumps([_as_dict(one, limit) for one in planned], indent=2))
+        else:
+            _print(planned, num_nodes, num_devices, limit)
+        if write is not None and fitting:
+            Path(write).write_text(self._overlay(fitting[0].layout, num_nodes, num_devices))
+            print(f"{write} has the configuration of {fitting[0].layout}.", file=sys.stderr)
+        raise SystemExit(0 if fitting else _NOTHING_FITS)
+
+    def _make(self, layout: Layout) -> tuple[LightningModule, Any, Mapping[str, Any]]:
+        """Make the module, the datamodule, and the arguments of a Trainer, for a layout."""
+        self._makes_classes = True
+        self.config.plan.trainer.strategy = Namespace(
+            class_path=_STRATEGY, init_args=Namespace(**{**self._given_arguments(), **layout.arguments})
+        )
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        return self.model, self.datamodule, self._trainer_arguments
+
+    def _given_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the configured strategy that a layout leaves as they are."""
+        strategy = self.config.plan.trainer.strategy
+        if not isinstance(strategy, Namespace) or strategy.get("init_args") is None:
+            return {}
+        accepted = set(inspect.signature(NDParallelStrategy).parameters) - set(Layout().arguments)
+        return {
+            name: value
+            for name, value in strategy.init_args.items(branches=True)
+            if name in accepted - {"process_group_backend"} and value is not None
+        }
+
+    def _overlay(self, layout: Layout, num_nodes: int, num_devices: int) -> str:
+        strategy = {"class_path": _STRATEGY, "init_args": layout.arguments}
+        return yaml.safe_dump(
+            {"trainer": {"num_nodes": num_nodes, "devices": num_devices, "strategy": strategy}}, sort_keys=False
+        )
+
+
+def _positive(name: str, value: Any, example: str) -> int:
+    number = len(value) if isinstance(value, list) else value
+    if not str(number).isdecimal() or int(number) < 1:
+        raise ValueError(f"--{name}={value}: a plan needs a number of at least 1, such as {example}.")
+    return int(number)
+
+
+def _memory_of_gpu() -> int | None:
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+
+
+def _is_for_gpus(accelerator: Any) -> bool:
+    return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+
+
+def _show_progress(done: int, all_: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done} of {all_} dry runs", end="\n" if done == all_ else "", file=sys.stderr, flush=True)
+
+
+def _as_dict(planned: Planned, memory: int | None) -> dict[str, Any]:
+    return {
+        **planned.layout.arguments,
+        "peak_bytes": planned.peak,
+        "resident_bytes": planned.resident,
+        "fits": planned.fits(memory),
+        "why_not": planned.why_not,
+    }
+
+
+def _print(planned: Sequence[Planned], num_nodes: int, num_devices: int, memory: int | None) -> None:
+    """Print the layouts that fit, those that do not, and those that cannot be used, with the reason."""
+    console = Console(highlight=False, soft_wrap=True)
+    where = f"{num_nodes} node{'s' * (num_nodes > 1)} with {num_devices} device{'s' * (num_devices > 1)}"
+    limit = "" if memory is None else f", of which each has {_mib(memory)}"
+    console.print(f"Predicted memory of a rank on {where}{limit} (MiB)")
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for title in ("layout", "activations", "in a step", "between steps", ""):
+        table.add_column(title, justify="right" if "step" in title else "left", no_wrap=True)
+    known = [one for one in planned if one.peak is not None]
+    for one in sorted(known, key=lambda one: not one.fits(memory)):
+        fits, activations = one.fits(memory), "recomputed" if one.layout.recomputes else "kept"
+        remark = "" if memory is None else "fits" if fits else f"{(one.peak or 0) / memory:.0%} of the device"
+        table.add_row(
+            one.layout.axes, activations, _mib(one.peak), _mib(one.resident), Text(remark, "" if fits else "dim")
+        )
+    console.print(table)
+    reasons: dict[str, list[str]] = {}
+    for one in planned:
+        if one.peak is None:
+            reasons.setdefault(one.why_not, []).append(str(one.layout))
+    for reason, refused in reasons.items():
+        console.print(f"not possible: {refused[0]}{f' and {len(refused) - 1} more' if refused[1:] else ''}: {reason}")
+    if known and not any(one.fits(memory) for one in known):
+        closest = min(known, key=lambda one: one.peak or 0)
+        console.print(
+            f"No layout needs at most 90% of a device. The closest is {closest.layout}, which needs"
+            f" {_mib(closest.peak)} MiB. Smaller batches, offload or more devices would help."
+        )
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**20:,.1f}"

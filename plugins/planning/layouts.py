@@ -1,0 +1,92 @@
+"""List the ways to spread a training over ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["Layout", "layouts_of"]
+
+_MODEL_AXES = ("tp", "cp", "pp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hold the sizes of the axes of a mesh, and what lowers the memory of activations.
+
+    Args:
+        dp_replicate: Number of replicas.
+        dp_shard: Number of ranks that share the parameters of a replica.
+        tp: Number of ranks that split layers.
+        cp: Number of ranks that split sequences.
+        pp: Number of ranks of a pipeline.
+        recomputes: Whether the backward computes the activations of blocks again.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    recomputes: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of all axes."""
+        return {axis: getattr(self, axis) for axis in ("dp_replicate", "dp_shard", *_MODEL_AXES)}
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of processes."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of :class:`~lightning_dist.NDParallelStrategy` that this layout sets."""
+        sizes = {f"{axis}_size": size for axis, size in self.sizes.items()}
+        return {**sizes, **({"activation_checkpointing": "full"} if self.recomputes else {})}
+
+    def with_few_replicas(self) -> Layout:
+        """Return the layout with two replicas in place of more, whose ranks need the same memory."""
+        return replace(self, dp_replicate=min(self.dp_replicate, 2))
+
+    @property
+    def axes(self) -> str:
+        """Return the sizes that are larger than 1, as text."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "1 rank"
+
+    def __str__(self) -> str:
+        return f"{self.axes} with activation_checkpointing=full" if self.recomputes else self.axes
+
+
+def layouts_of(num_nodes: int, num_devices: int) -> list[Layout]:
+    """Return layouts for a number of devices, beginning with those that send the least.
+
+    Ranks of ``tp`` and ``cp`` are on one node, because they exchange activations in each layer. Of the three axes that
+    split a model, at most two are larger than 1. Parameters are shared by no ranks, by those of a node, or by all.
+    Activations are kept.
+
+    Args:
+        num_nodes: Number of nodes.
+        num_devices: Number of devices of a node.
+    """
+    found: dict[Layout, None] = {}
+    for tp, cp, pp in sorted(_sizes_of_model(num_nodes, num_devices), key=lambda sizes: (math.prod(sizes), sizes)):
+        rest = num_nodes * num_devices // (tp * cp * pp)
+        within_node = max(num_devices // (tp * cp), 1)
+        for dp_shard in (1, within_node, rest):
+            if rest % dp_shard == 0:
+                found[Layout(rest // dp_shard, dp_shard, tp, cp, pp)] = None
+    return list(found)
+
+
+def _sizes_of_model(num_nodes: int, num_devices: int) -> Iterator[tuple[int, int, int]]:
+    num_ranks = num_nodes * num_devices
+    powers = [2**exponent for exponent in range(num_ranks.bit_length())]
+    for tp, cp, pp in itertools.product(powers, repeat=3):
+        fits = num_devices % (tp * cp) == 0 and num_ranks % (tp * cp * pp) == 0
+        if fits and max(tp, cp, pp) <= 8 and sum(size > 1 for size in (tp, cp, pp)) <= 2:
+            yield tp, cp, pp
