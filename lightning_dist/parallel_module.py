@@ -18,6 +18,7 @@ from lightning_dist.checkpoint.whole_files import register, whole_state_dicts
 from lightning_dist.mesh.consensus import timed_barrier
 from lightning_dist.model.initialization import materialize, materialize_attributes
 from lightning_dist.model.units import Unit
+from lightning_dist.parameters.gradient_observer import GradientObserver
 from lightning_dist.parameters.group import ParameterGroup, gather_in_turn
 from lightning_dist.parameters.replaced import ReplacedParameters
 from lightning_dist.parameters.step_gradients import StepGradients
@@ -341,6 +342,11 @@ class ParallelModule:
         """Choose whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
         for group in self.groups:
             group.set_gradient_sync(enabled)
+
+    def observe_gradients(self, observer: GradientObserver | None) -> None:
+        """Let ``observer`` look at this rank's gradients before they are averaged; None: nobody looks any more."""
+        for group in self.groups:
+            group.observer = observer
 
     def gradients_left(self) -> list[str]:
         """Return the names of parameters with a gradient that the optimizer would not see."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.model.units import Unit
+from lightning_dist.parameters.gradient_observer import GradientObserver
 from lightning_dist.parameters.gradient_reducer import GradientReducer
 
 __all__ = ["MAX_BYTES_UNDER_WAY", "ParameterGroup", "gather_in_turn"]
@@ -36,6 +37,9 @@ class ParameterGroup(ABC):
 
     reducer: GradientReducer | None = None
     """Object that averages the gradients over ``dp_replicate``; None: an all-reduce averages them."""
+
+    observer: GradientObserver | None = None
+    """What looks at this rank's gradients before they are averaged; None: nothing."""
 
     is_gathered_for_step = False
     """Whether the parameters are gathered from the beginning of a step to the end of its backward."""

@@ -19,6 +19,7 @@ from lightning_dist.mesh.flag_agreement import FlagAgreement
 from lightning_dist.model.units import Unit
 from lightning_dist.parameters.accumulated_gradients import AccumulatedGradients
 from lightning_dist.parameters.forms import SameRequiresGrad, put_into_memory
+from lightning_dist.parameters.gradient_reducer import LocalGradient
 from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.techniques.protocol import Parallel, ParameterForms
 
@@ -204,6 +205,8 @@ class ScalarGroup(ParameterGroup):
         # A parameter may have a gradient on only some ranks. If no rank has one, it stays None.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._whole]
         is_used = [p.grad is not None for p in self._whole]
+        if self.observer is not None:
+            self.observer.observe([LocalGradient(*pair) for pair in zip(self._names, grads, strict=True)], 1.0)
         if agreement is not None:
             is_used = agreement.agree(is_used, [p.requires_grad for p in self._whole])
         sent = torch.stack(grads)

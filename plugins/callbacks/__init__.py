@@ -1,9 +1,17 @@
 """Provide callbacks that work with any strategy, this package's or Lightning's."""
 
 from lightning_dist.plugins.callbacks.fault_tolerance import FaultTolerance
+from lightning_dist.plugins.callbacks.noise_scale import GradientNoiseScale
 from lightning_dist.plugins.callbacks.pretrained import LoadPretrained
 from lightning_dist.plugins.callbacks.profile import ProfileSteps
 from lightning_dist.plugins.callbacks.progress import RunProgressBar
 from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
 
-__all__ = ["FaultTolerance", "LoadPretrained", "ProfileSteps", "RunProgressBar", "StepTelemetry"]
+__all__ = [
+    "FaultTolerance",
+    "GradientNoiseScale",
+    "LoadPretrained",
+    "ProfileSteps",
+    "RunProgressBar",
+    "StepTelemetry",
+]

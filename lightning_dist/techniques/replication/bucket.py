@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from lightning_dist._compat import local_of
+from lightning_dist.parameters.gradient_observer import GradientObserver
 from lightning_dist.parameters.gradient_reducer import GradientReducer, LocalGradient, Reduction
 
 __all__ = ["Bucket", "as_dtensor", "in_buckets"]
@@ -164,8 +165,12 @@ class Bucket:
         self.is_stale |= self.is_launched
 
     @torch.no_grad()
-    def launch(self) -> None:
-        """Begin to all-reduce the gradients, once the bucket's previous all-reduce has ended. This is a collective."""
+    def launch(self, observer: GradientObserver | None) -> None:
+        """Begin to all-reduce the gradients, once the bucket's previous all-reduce has ended. This is a collective.
+
+        Args:
+            observer: Object that looks at the gradients before; None: nothing does.
+        """
         if self._work is not None:
             self._work.wait()
             if self._reducer is not None:
@@ -175,8 +180,12 @@ class Bucket:
             if not is_copied:
                 self.copy_in(index)
         assert self._flat is not None
-        if self._reducer is not None:
+        gradients: list[LocalGradient] = []
+        if self._reducer is not None or observer is not None:
             gradients = [LocalGradient(*pair) for pair in zip(self._names, self._views, strict=True)]
+        if observer is not None:
+            observer.observe(gradients, 1 / self._scale)
+        if self._reducer is not None:
             self._work = self._reducer.reduce(self._flat, gradients)
         else:
             self.num_bytes_sent += 2 * self._flat.nbytes * (self._mesh.size() - 1) // self._mesh.size()

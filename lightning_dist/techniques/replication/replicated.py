@@ -31,6 +31,7 @@ from lightning_dist._compat import (
 from lightning_dist.mesh.flag_agreement import FlagAgreement
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.model.units import Unit, UnitKind
+from lightning_dist.parameters.gradient_observer import GradientObserver
 from lightning_dist.techniques.protocol import Parallel, SavedState, find_gradient_reducer
 from lightning_dist.techniques.replication.bucket import Bucket, as_dtensor, in_buckets
 from lightning_dist.techniques.replication.group import ReplicatedGroup
@@ -204,12 +205,17 @@ class Replication(SavedState):
         at_end_of_backward(self._end)
         return True
 
+    @property
+    def _observer(self) -> GradientObserver | None:
+        """Return what looks at gradients before they are averaged, which is the same for all groups."""
+        return self._groups[0].observer
+
     def _launch_full(self) -> None:
         """All-reduce the buckets that are full, in the same order on all ranks."""
         while self._num_launched < len(self._buckets) and self._buckets[self._num_launched].num_pending <= 0:
             bucket = self._buckets[self._num_launched]
             if bucket.num_expected:
-                bucket.launch()
+                bucket.launch(self._observer)
             self._num_launched += 1
 
     @contextmanager
@@ -309,11 +315,11 @@ class Replication(SavedState):
         for is_frozen in (False, True):
             for bucket, used_by_any in zip(self._buckets, is_used_by_any, strict=True):
                 if any(used_by_any) and not bucket.is_launched and (bucket.num_expected == 0) == is_frozen:
-                    bucket.launch()
+                    bucket.launch(self._observer)
         used: list[nn.Parameter] = []
         for bucket, stale_on_any, used_by_any in zip(self._buckets, is_stale, is_used_by_any, strict=True):
             if stale_on_any:
-                bucket.launch()
+                bucket.launch(self._observer)
             used += bucket.set_gradients(used_by_any)
         self._call_hooks_of_users(used)
 

@@ -71,7 +71,7 @@ class ShardedGroup(ParameterGroup):
         group._to_unsharded = self._put_whole  # type: ignore[method-assign]
         group._to_sharded = self._put_shards  # type: ignore[method-assign]
         group._to_sharded_post_forward = self._put_parts  # type: ignore[method-assign]
-        self._params = [ShardedParam(param, group) for param in group.fsdp_params]
+        self._params = [ShardedParam(param, group, self._miss) for param in group.fsdp_params]
         self._has_stand_ins = False
         self._memory: ShardMemory | None = None
         self.reduces_in_background = False
@@ -409,11 +409,19 @@ class ShardedGroup(ParameterGroup):
             self._count(num_shards, self._reducing, dtype)
             if self.mesh.ndim > 1 and self.reducer is None:
                 self._count_replicas(self.mesh.size(0), num_shards, dtype)
+            if self.observer is not None:
+                found = [LocalGradient(p.name, value) for p in self._params if (value := p.unreduced()) is not None]
+                self.observer.observe(found, 1.0)
             if self.reduces_in_background:
                 self._choose_when_to_wait(num_shards, dtype)
             if self._awaits_agreement and not self.steps_in_backward:
                 self._postpone_hooks()
         self._post_backward()
+
+    def _miss(self, name: str) -> None:
+        """Take note that a stand-in averages the gradient of the parameter ``name`` where it is computed."""
+        if self.observer is not None:
+            self.observer.miss(name)
 
     def _postpone_hooks(self) -> None:
         """Take the post-accumulate hooks off the parameters that may have no gradient on any rank.

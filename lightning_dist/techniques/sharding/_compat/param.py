@@ -33,11 +33,14 @@ class ShardedParam:
     Args:
         param: FSDP2's object for the parameter.
         group: FSDP2's group that the parameter is in.
+        on_stand_in: Function that is called with the parameter's name when a backward computes a gradient of its
+            stand-in, which is averaged over the ranks at once.
     """
 
-    def __init__(self, param: FSDPParam, group: FSDPParamGroup) -> None:
+    def __init__(self, param: FSDPParam, group: FSDPParamGroup, on_stand_in: Callable[[str], None]) -> None:
         self._param = param
         self._group = group
+        self._on_stand_in = on_stand_in
         self._stand_in: nn.Parameter | None = None
         self._stands_for: nn.Parameter | None = None
         """The shard that the stand-in stands for; load_state_dict(assign=True) makes a new shard."""
@@ -131,6 +134,7 @@ class ShardedParam:
 
     def _set_used(self) -> None:
         self.is_used = True
+        self._on_stand_in(self.name)
 
     def put_stand_in(self) -> None:
         """Put the stand-in into the modules."""
@@ -342,6 +346,19 @@ class ShardedParam:
         return self._param.unsharded_accumulated_grad is not None or (
             gathered is not None and gathered.grad is not None
         )
+
+    def unreduced(self) -> torch.Tensor | None:
+        """Return the gradient of this rank that is reduced next, with that of earlier backwards; None: there is none.
+
+        It is whole, or this rank's part of a parameter that is split over ``tp``.
+        """
+        param, gathered = self._param, self.gathered
+        if gathered is None:
+            return None
+        param.accumulate_unsharded_grad_if_needed()
+        if param.unsharded_accumulated_grad is not None:
+            return param.unsharded_accumulated_grad_data
+        return None if gathered.grad is None else param.unsharded_grad_data
 
     @property
     def has_accumulated_gradient(self) -> bool:
