@@ -5,6 +5,7 @@ from lightning_dist.plugins.callbacks.noise_scale import GradientNoiseScale
 from lightning_dist.plugins.callbacks.pretrained import LoadPretrained
 from lightning_dist.plugins.callbacks.profile import ProfileSteps
 from lightning_dist.plugins.callbacks.progress import RunProgressBar
+from lightning_dist.plugins.callbacks.scale_learning_rate import ScaleLearningRate
 from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "LoadPretrained",
     "ProfileSteps",
     "RunProgressBar",
+    "ScaleLearningRate",
     "StepTelemetry",
 ]
