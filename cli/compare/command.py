@@ -21,6 +21,7 @@ examples:
   lightning-dist compare ddp hybrid_shard                     runs by name
   lightning-dist compare 3f9a 70ac --baseline 70ac            runs by the start of their ID, against the second
   lightning-dist compare --experiment gpt --by strategy       mean and spread of the runs of each strategy
+  lightning-dist compare --by world_size                      scaling efficiency against the fewest processes
   lightning-dist compare --target val/loss=1.85               when each run reaches a loss
   lightning-dist compare --target 'val/accuracy>=0.9'         when each run reaches an accuracy
   lightning-dist compare --html compare.html                  a page with curves, to open in a browser
@@ -67,7 +68,9 @@ def make_parser() -> ArgumentParser:
         "--experiment", metavar="E", help="name or ID of the experiment; by default the only one that has runs"
     )
     parser.add_argument(
-        "--by", metavar="PARAM", help="group runs by a parameter, such as strategy, and show mean ± spread"
+        "--by",
+        metavar="PARAM",
+        help="group runs by a parameter, such as strategy, and show mean ± spread; world_size shows how runs scale",
     )
     parser.add_argument(
         "--target",

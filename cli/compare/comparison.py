@@ -7,10 +7,10 @@ from statistics import stdev
 
 from lightning_dist.cli.compare.measures import Better, losses_first, measures_of
 from lightning_dist.cli.compare.reading import Run
+from lightning_dist.cli.compare.scaling import SAMPLES, TOKENS, WORLD_SIZE, Scaling, scaling_of, world_size
 from lightning_dist.cli.compare.target import Target
 from lightning_dist.cli.errors import closest
 
-_TOKENS, _SAMPLES = "perf/tokens_per_s", "perf/samples_per_s"
 _SAYS_NOTHING = ("None", "False", "")
 _AS_GOOD = 5e-4
 """Relative difference of numbers that are equal in the digits that are shown."""
@@ -81,7 +81,11 @@ class Comparison:
         self.grouped_by = grouped_by
         self.parameters = _different_parameters(columns)
         self.metrics = _compared_metrics(self.runs)
-        self.rows = [*_target_rows(columns, target), *_metric_rows(columns, self.metrics)]
+        self.scaling = scaling_of(self.runs) if grouped_by == WORLD_SIZE else None
+        """How the throughput grows with the number of processes; None: columns are not grouped by it, or it does not
+        vary."""
+        scaling_rows = [] if self.scaling is None else [_scaling_row(columns, self.scaling)]
+        self.rows = [*_target_rows(columns, target), *scaling_rows, *_metric_rows(columns, self.metrics)]
 
     @property
     def runs(self) -> list[Run]:
@@ -117,7 +121,12 @@ def columns_of(runs: Sequence[Run]) -> list[Column]:
 
 
 def groups_of(runs: Sequence[Run], parameter: str) -> list[Column]:
-    """Return a column for each value of a parameter, in the order in which the values appear."""
+    """Return a column for each value of a parameter, in the order in which the values appear.
+
+    Numbers of processes ascend, so that the others are compared with the smallest one.
+    """
+    if parameter == WORLD_SIZE:
+        runs = sorted(runs, key=lambda run: world_size(run) or math.inf)
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(_parameters(run).get(parameter, "-"), []).append(run)
@@ -219,8 +228,8 @@ def _as_flag(key: str) -> str:
 def _compared_metrics(runs: Sequence[Run]) -> list[str]:
     """Return the names of the metrics in the order of the rows, without samples where tokens say as much."""
     names = {name for run in runs for name in run.series}
-    if all(_TOKENS in run.series for run in runs if _SAMPLES in run.series):
-        names.discard(_SAMPLES)
+    if all(TOKENS in run.series for run in runs if SAMPLES in run.series):
+        names.discard(SAMPLES)
     return sorted(names, key=losses_first)
 
 
@@ -234,6 +243,11 @@ def _target_rows(columns: Sequence[Column], target: Target | None) -> list[Row]:
         seconds.append(_cell([time[0] for time in reached], missing))
         steps.append(_cell([time[1] for time in reached], missing))
     return [Row(f"seconds to {target}", "", "lower", seconds), Row(f"steps to {target}", "", "lower", steps)]
+
+
+def _scaling_row(columns: Sequence[Column], scaling: Scaling) -> Row:
+    cells = [_cell(scaling.efficiencies(column.runs)) for column in columns]
+    return Row("scaling efficiency", scaling.metric.rpartition("/")[2], None, cells, is_fraction=True)
 
 
 def _metric_rows(columns: Sequence[Column], metrics: Sequence[str]) -> list[Row]:

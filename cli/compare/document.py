@@ -1,6 +1,7 @@
 """Turn a comparison into JSON."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from lightning_dist.cli.compare.comparison import Comparison, Row
@@ -16,7 +17,8 @@ def as_document(comparison: Comparison, tracking_uri: str) -> dict[str, Any]:
 
     Returns:
         A dictionary with ``tracking_uri``, ``grouped_by``, ``target``, ``columns`` (with their runs), ``parameters``
-        (the values of each in the order of the columns) and ``rows`` (with lists in the order of the columns).
+        (the values of each in the order of the columns), ``rows`` (with lists in the order of the columns) and
+        ``scaling`` (the fields of :class:`~lightning_dist.cli.compare.scaling.Scaling`; None: it is not known).
     """
     target = comparison.target
     return {
@@ -28,6 +30,7 @@ def as_document(comparison: Comparison, tracking_uri: str) -> dict[str, Any]:
         ],
         "parameters": dict(comparison.parameters),
         "rows": [_row(comparison, row) for row in comparison.rows],
+        "scaling": None if comparison.scaling is None else asdict(comparison.scaling),
     }
 
 

@@ -63,11 +63,12 @@ MEASURES = (
     Measure("checkpoint/write_s", "mean", "lower"),
     Measure("checkpoint/mib", "last", "lower"),
     Measure("grad/skipped_steps", "last", "lower"),
+    Measure("noise/scale", "last"),
 )
 
-_ONLY_CURVES = ("grad/norm", "lr-*", "compression/*")
+_ONLY_CURVES = ("grad/norm", "lr-*", "compression/*", "noise/*")
 _LOSS = re.compile(r"(^|[/_. -])loss(_step|_epoch)?$", re.IGNORECASE)
-_OTHERS_OF_THE_PROJECT = re.compile(r"(perf|memory|comm|checkpoint|compression|grad|system)/|lr-|epoch$")
+_OTHERS_OF_THE_PROJECT = re.compile(r"(perf|memory|comm|checkpoint|compression|grad|noise|system)/|lr-|epoch$")
 
 
 def is_loss(name: str) -> bool:

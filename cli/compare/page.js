@@ -1,13 +1,15 @@
 "use strict";
-// Draws the curves of #curves into #charts: one chart for each metric, over steps or over time.
+// Draws the curves of #curves into #charts: one chart for each metric, over steps or over time, and one of the
+// throughput over the number of processes, if that varies between groups.
 (() => {
-  const { dashes, num_colours: numColours, metrics } = JSON.parse(document.getElementById("curves").textContent);
+  const { dashes, num_colours: numColours, metrics, scaling } = JSON.parse(document.getElementById("curves").textContent);
   const width = 460, height = 230, left = 52, right = 10, top = 12, bottom = 30;
   const maxMarked = 30; // Points of a curve that are marked by dots.
   const hidden = new Set();
   let axis = "step";
 
-  const colour = (column) => `var(--series-${column % numColours})`;
+  const colour = (curve) => curve.isIdeal ? "var(--faint)" : `var(--series-${curve.column % numColours})`;
+  const dash = (curve) => curve.isIdeal ? "6 3" : dashes[curve.column];
 
   function element(name, attributes, text) {
     const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -36,8 +38,8 @@
   }
 
   // Time is marked in seconds, minutes or hours, and the scale's marks are round numbers of that unit.
-  function unit(high) {
-    if (axis === "step") return [1, ""];
+  function unit(axis, high) {
+    if (axis !== "seconds") return [1, ""];
     return high < 120 ? [1, " s"] : high < 7200 ? [60, " min"] : [3600, " h"];
   }
 
@@ -47,14 +49,13 @@
     return low < high ? [low, high] : [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   }
 
-  function draw(figure, name) {
-    const curves = metrics[name].filter((curve) => !hidden.has(curve.column));
+  function draw(figure, name, curves, axis) {
     figure.querySelector("svg")?.remove();
     const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} over ${axis}` });
     figure.append(svg);
     if (!curves.length) return;
     let [x0, x1] = range(curves.flatMap((curve) => curve[axis]));
-    if (x0 > 0 && x0 < x1 / 2) x0 = 0; // Charts of values that are logged at other steps then have the same scale.
+    if (axis === "processes" || (x0 > 0 && x0 < x1 / 2)) x0 = 0; // Charts of values that are logged at other steps then have the same scale.
     let [y0, y1] = range(curves.flatMap((curve) => curve.value));
     const margin = 0.04 * (y1 - y0);
     [y0, y1] = [y0 >= 0 ? Math.max(0, y0 - margin) : y0 - margin, y1 + margin];
@@ -65,7 +66,7 @@
       svg.append(element("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }));
       svg.append(element("text", { class: "tick", x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, text(tick)));
     }
-    const [size, suffix] = unit(x1);
+    const [size, suffix] = unit(axis, x1);
     for (const tick of ticks(x0 / size, x1 / size, 5)) {
       const place = x(tick * size);
       svg.append(element("line", { class: "grid", x1: place, x2: place, y1: height - bottom, y2: height - bottom + 4 }));
@@ -73,19 +74,19 @@
     }
     for (const curve of curves) {
       const points = curve[axis].map((place, index) => [x(place).toFixed(1), y(curve.value[index]).toFixed(1)]);
-      const style = `stroke: ${colour(curve.column)}`;
+      const style = `stroke: ${colour(curve)}`;
       svg.append(element("path", {
-        class: "curve", style, "stroke-dasharray": dashes[curve.column], d: "M" + points.map((point) => point.join(" ")).join("L"),
+        class: "curve", style, "stroke-dasharray": dash(curve), d: "M" + points.map((point) => point.join(" ")).join("L"),
       }));
       if (points.length > maxMarked) continue;
-      for (const [cx, cy] of points) svg.append(element("circle", { cx, cy, r: 2.3, style: `fill: ${colour(curve.column)}` }));
+      for (const [cx, cy] of points) svg.append(element("circle", { cx, cy, r: 2.3, style: `fill: ${colour(curve)}` }));
     }
-    svg.addEventListener("pointermove", (event) => point(event, figure, svg, curves, x, [x0, x1]));
+    svg.addEventListener("pointermove", (event) => point(event, figure, svg, curves, axis, x, [x0, x1]));
     svg.addEventListener("pointerleave", () => figure.querySelectorAll(".tip, .cursor").forEach((node) => node.remove()));
   }
 
   // Shows the value of every curve at the point that is nearest to the pointer.
-  function point(event, figure, svg, curves, x, [x0, x1]) {
+  function point(event, figure, svg, curves, axis, x, [x0, x1]) {
     figure.querySelectorAll(".tip, .cursor").forEach((node) => node.remove());
     const box = svg.getBoundingClientRect(), scale = width / box.width;
     const wanted = x0 + (((event.clientX - box.left) * scale - left) / (width - left - right)) * (x1 - x0);
@@ -96,13 +97,13 @@
     const tip = document.createElement("div");
     tip.className = "tip";
     const title = document.createElement("b");
-    title.textContent = axis === "step" ? `step ${text(at)}` : duration(at);
+    title.textContent = axis === "seconds" ? duration(at) : axis === "step" ? `step ${text(at)}` : `${text(at)} processes`;
     tip.append(title);
     curves.forEach((curve, index) => {
       const line = document.createElement("div");
       const mark = document.createElement("span");
       mark.textContent = "● ";
-      mark.style.color = colour(curve.column);
+      mark.style.color = colour(curve);
       line.append(mark, `${text(curve.value[places[index]])}  ${curve.run}`);
       tip.append(line);
     });
@@ -118,15 +119,25 @@
     return best;
   }
 
-  const figures = new Map();
-  for (const name of Object.keys(metrics)) {
+  function addFigure(name) {
     const figure = document.createElement("figure"), caption = document.createElement("figcaption");
     caption.textContent = name;
     figure.append(caption);
     document.getElementById("charts").append(figure);
-    figures.set(name, figure);
+    return figure;
   }
-  const drawAll = () => figures.forEach((figure, name) => draw(figure, name));
+
+  if (scaling) {
+    const { metric, sizes, ideal, measured } = scaling;
+    const curves = [
+      { run: "ideal", isIdeal: true, processes: sizes, value: ideal },
+      { run: "measured", column: 0, processes: sizes, value: measured },
+    ];
+    draw(addFigure(`${metric} over processes`), metric, curves, "processes");
+  }
+  const figures = new Map(Object.keys(metrics).map((name) => [name, addFigure(name)]));
+  const shown = (name) => metrics[name].filter((curve) => !hidden.has(curve.column));
+  const drawAll = () => figures.forEach((figure, name) => draw(figure, name, shown(name), axis));
   document.querySelectorAll("#legend button").forEach((button) => button.addEventListener("click", () => {
     const column = Number(button.dataset.column), isHidden = !hidden.delete(column);
     if (isHidden) hidden.add(column);

@@ -1,5 +1,6 @@
 """Write a comparison as one HTML page that needs no other file and no network."""
 
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def write_page(comparison: Comparison, tracking_uri: str, how_to_open: str, path
         tracking_uri=tracking_uri,
         how_to_open=how_to_open,
         curves=_curves(comparison),
+        scaling=None if comparison.scaling is None else asdict(comparison.scaling),
         num_colours=len(ON_LIGHT),
         on_light=ON_LIGHT,
         on_dark=ON_DARK,

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 
 from lightning_dist.cli import main
 from lightning_dist.cli.compare.curves import thinned
-from lightning_dist.cli.compare.measures import is_compared
+from lightning_dist.cli.compare.measures import is_compared, measures_of
 from lightning_dist.cli.compare.reading import Series
 from tests.stored_runs import log_run
 
@@ -257,6 +257,7 @@ def test_metrics_of_the_users_own_are_shown_without_a_judgement(store: _Store, c
     assert (accuracy["statistic"], accuracy["better"], accuracy["values"]) == ("last", None, [0.8, None])
     assert _values(document)["bad/loss lowest"] == [None, None]
     assert not is_compared("memory/peak_mib_rank0") and not is_compared("epoch") and not is_compared("system/cpu")
+    assert measures_of("noise/scale") and is_compared("noise/scale_low") and not measures_of("noise/scale_low")
     assert is_compared("comm/tp_mib_per_step") and is_compared("lr-AdamW") and is_compared("val/epoch_accuracy")
 
 
@@ -350,6 +351,87 @@ def test_a_server_that_never_answers_is_not_tried_again(
 def test_a_store_without_runs_is_an_error(workplace: Path, capsys: Capture) -> None:
     assert main(["compare"]) == 2
     assert "--tracking-uri='sqlite:///mlflow.db': the store has no runs." in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def scaling_store(tmp_path_factory: pytest.TempPathFactory, empty_mlflow_database: Path) -> str:
+    """Return the address of a store with runs of different numbers of processes, two of them with two."""
+    database = tmp_path_factory.mktemp("scaling") / "mlflow.db"
+    shutil.copy(empty_mlflow_database, database)
+    client = MlflowClient(f"sqlite:///{database}")
+    runs = (("four", 4, 3000), ("two a", 2, 1800), ("two b", 2, 2200), ("eight", 8, 4800), ("unknown", None, 7))
+    for place, (name, size, tokens) in enumerate(runs):
+        params = {"dist.strategy": "full_shard"} | ({} if size is None else {"dist.world_size": size})
+        series: dict[str, Any] = {
+            "train/loss": [(10, 2, 4.0)],
+            "perf/samples_per_s": [(10, 2, 1), (20, 4, 1)],
+            # The median of the throughput is the second value.
+            "perf/tokens_per_s": [(10, 2, 1), (20, 4, tokens), (30, 6, 2 * tokens)],
+        }
+        log_run(client, "scaling", name, params, series, started=place)
+    return f"sqlite:///{database}"
+
+
+@pytest.fixture
+def worlds(scaling_store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", scaling_store)
+    monkeypatch.setenv("COLUMNS", "180")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_runs_by_world_size_show_their_efficiency_against_the_fewest_processes(worlds: None, capsys: Capture) -> None:
+    document = _document(capsys, "--by", "world_size")
+    assert [column["label"] for column in document["columns"]] == ["2", "4", "8", "-"]
+    row = next(row for row in document["rows"] if row["metric"] == "scaling efficiency")
+    assert row["statistic"] == "tokens_per_s"
+    # Two processes make 2000 tokens per second, so that four should make 4000, and eight 8000.
+    assert row["values"] == [pytest.approx(1), pytest.approx(0.75), pytest.approx(0.6), None]
+    assert row["spreads"] == [pytest.approx(0.02**0.5), None, None, None]
+    assert row["is_best"] == [False] * 4
+    assert document["scaling"] == {
+        "metric": "perf/tokens_per_s",
+        "sizes": [2, 4, 8],
+        "measured": [2000, 3000, 4800],
+        "ideal": [2000, 4000, 8000],
+    }
+    document = _document(capsys, "--by", "world_size", "--baseline", "8")
+    row = next(row for row in document["rows"] if row["metric"] == "scaling efficiency")
+    assert [column["label"] for column in document["columns"]] == ["8", "2", "4", "-"]
+    assert row["values"] == [pytest.approx(0.6), pytest.approx(1), pytest.approx(0.75), None]
+
+
+def test_the_table_the_page_and_the_picture_show_how_runs_scale(worlds: None, capsys: Capture) -> None:
+    assert main(["compare", "--by", "world_size", "--html", "compare.html", "--png", "compare.png"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("scaling efficiency"))
+    assert line.split() == [
+        "scaling",
+        "efficiency",
+        "(tokens_per_s)",
+        "100%",
+        "±",
+        "14%",
+        "75%",
+        "0.75x",
+        "60%",
+        "0.60x",
+        "-",
+    ]
+    page = Path("compare.html").read_text()
+    assert '"scaling": {"metric": "perf/tokens_per_s", "sizes": [2, 4, 8], "measured": [2000.0, 3000.0, 4800.0]' in page
+    picture = matplotlib.image.imread("compare.png")[..., :3]
+    height, width, _ = picture.shape
+    first = picture[: height // 2, : width // 3]
+    assert (abs(first - 0x7F / 255) < 0.02).all(-1).sum() > 150  # This is the line of the ideal throughput.
+
+
+@pytest.mark.parametrize("arguments", [["--by", "strategy"], ["two a", "two b", "--by", "world_size"], []])
+def test_runs_that_do_not_differ_in_world_size_have_no_efficiency(
+    worlds: None, capsys: Capture, arguments: list[str]
+) -> None:
+    document = _document(capsys, *arguments)
+    assert document["scaling"] is None
+    assert "scaling efficiency" not in [row["metric"] for row in document["rows"]]
 
 
 def test_the_picture_has_a_line_of_each_run(store: _Store, capsys: Capture) -> None:
