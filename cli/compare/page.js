@@ -8,8 +8,8 @@
   const hidden = new Set();
   let axis = "step";
 
-  const colour = (curve) => curve.isIdeal ? "var(--faint)" : `var(--series-${curve.column % numColours})`;
-  const dash = (curve) => curve.isIdeal ? "6 3" : dashes[curve.column];
+  const colour = (curve) => curve.colour ?? `var(--series-${curve.column % numColours})`;
+  const dash = (curve) => curve.dash ?? dashes[curve.column];
 
   function element(name, attributes, text) {
     const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -130,8 +130,8 @@
   if (scaling) {
     const { metric, sizes, ideal, measured } = scaling;
     const curves = [
-      { run: "ideal", isIdeal: true, processes: sizes, value: ideal },
-      { run: "measured", column: 0, processes: sizes, value: measured },
+      { run: "ideal", colour: "var(--faint)", dash: "6 3", processes: sizes, value: ideal },
+      { run: "measured", colour: "var(--ink)", dash: "", processes: sizes, value: measured },
     ];
     draw(addFigure(`${metric} over processes`), metric, curves, "processes");
   }

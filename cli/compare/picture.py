@@ -16,7 +16,7 @@ _WIDE = 1.3
 """Width of a line, in points."""
 _ALPHA = 0.85
 """Opacity of a line, below 1 so that another one below it can be seen."""
-_IDEAL = "#7f7f7f"
+_IDEAL, _MEASURED = "#7f7f7f", "#1c2024"
 _MAX_MARKED = 30
 """Greatest number of points of a curve that are marked by dots."""
 
@@ -84,7 +84,7 @@ def _draw(axes: Any, name: str, axis: str, curves: Sequence[Curve]) -> None:
 def _draw_scaling(axes: Any, scaling: Scaling) -> None:
     """Draw the ideal and the measured throughput over the number of processes."""
     axes.plot(scaling.sizes, scaling.ideal, color=_IDEAL, linewidth=_WIDE, linestyle=(0, (6, 3)), label="ideal")
-    axes.plot(scaling.sizes, scaling.measured, color=ON_LIGHT[0], linewidth=_WIDE, marker="o", label="measured")
+    axes.plot(scaling.sizes, scaling.measured, color=_MEASURED, linewidth=_WIDE, marker="o", label="measured")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xticks(scaling.sizes)
