@@ -152,7 +152,7 @@ def measure(name: str) -> Counter[Wait]:
         gradient_clip_val=row.clip,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        callbacks=[window],
+        callbacks=[*row.callbacks(), window],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

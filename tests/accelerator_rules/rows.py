@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import lightning.pytorch as pl
 from torch import nn
 
 from lightning_dist import (
@@ -16,6 +17,7 @@ from lightning_dist import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
+from lightning_dist.plugins.callbacks import GradientNoiseScale
 from lightning_dist.techniques.compression import BF16, FP8, Compressor, Int8, PowerSGD, TopK
 from tests.expert_models import COMMON
 from tests.models import MODELS, TestModule, build
@@ -55,6 +57,7 @@ class Row:
         checkpointing: The strategy's ``activation_checkpointing``.
         optimizer: Name of the model's optimizer.
         is_stream: Whether the training data have no length, so that ranks agree on each batch.
+        observes_noise: Whether the gradient noise scale is estimated, and the ranks add up its sums every second step.
     """
 
     make: Callable[..., Any]
@@ -64,6 +67,7 @@ class Row:
     checkpointing: str | None = None
     optimizer: str = "sgd"
     is_stream: bool = False
+    observes_noise: bool = False
 
     def strategy(self) -> Any:
         """Return the strategy."""
@@ -72,6 +76,10 @@ class Row:
     def build(self, seed: int) -> TestModule:
         """Return the model with weights that are drawn from ``seed``."""
         return build(self.model, seed=seed, optimizer=self.optimizer)
+
+    def callbacks(self) -> list[pl.Callback]:
+        """Return the callbacks of the run."""
+        return [GradientNoiseScale(log_every_n_steps=2)] if self.observes_noise else []
 
     def data(self, model: TestModule) -> Any:
         """Return the training data, if they are not those of the model."""
@@ -140,6 +148,8 @@ ROWS["hybrid_shard, int8"] = Row(
     lambda **kwargs: HybridShardStrategy(2, 2, compression=_COMPRESSORS[2], **kwargs), "llama", 4
 )
 ROWS["full_shard, stream"] = replace(ROWS["full_shard"], is_stream=True)
+for _name in ("data_parallel", "full_shard", "hybrid_shard"):
+    ROWS[f"{_name}, noise scale"] = replace(ROWS[_name], observes_noise=True)
 ROWS["data_parallel, int8, AdamW"] = replace(ROWS["data_parallel, int8"], optimizer="adamw")
 ROWS["data_parallel, int8, fused optimizer"] = replace(ROWS["data_parallel, int8"], optimizer="fused_adamw")
 ROWS["data_parallel, int8, optimizer that is not fused"] = replace(
