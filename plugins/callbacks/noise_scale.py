@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +82,8 @@ class GradientNoiseScale(Callback):
         assert parallel is not None
         self._stop()  # A fit that failed may not have ended.
         self._num_ranks = (trainer.distributed_sampler_kwargs or {})["num_replicas"]
-        self._sums = GradientSquares(parallel.groups, trainer.world_size, self._num_ranks)
+        num_stages = trainer.strategy.layout.pp  # type: ignore[attr-defined]
+        self._sums = GradientSquares(parallel.groups, trainer.world_size // num_stages, self._num_ranks)
         self._parallel = parallel
         parallel.observe_gradients(self._sums)
         self._estimator = NoiseScaleEstimator(self.window)
@@ -249,11 +250,12 @@ def _refuse_what_cannot_work(trainer: Trainer, module: LightningModule) -> None:
             f"GradientNoiseScale with the layout {layout}: there is one data-parallel rank, and the noise is told from"
             " the gradients of two or more. Train on more ranks, or leave the callback out."
         )
+    shared = _shared_by_stages(parallel) if layout.pp > 1 else ""
     is_compressed = any(group.reducer is not None for group in parallel.groups)
     every_batch = arguments.reduces_every_batch and trainer.accumulate_grad_batches > 1
     others = [callback for callback in _callbacks(trainer) if isinstance(callback, GradientNoiseScale)]
     reasons = {
-        f"pp_size={layout.pp}: stages may share parameters, whose gradients are added up between them": layout.pp > 1,
+        f"pp_size={layout.pp}: {shared}, whose gradients they add up after the average": shared,
         f"cp_size={layout.cp}: ranks have gradients of parts of a sample": layout.cp > 1,
         f"ep_size={layout.ep}: experts have gradients of other ranks' samples": layout.ep > 1,
         f"compression={arguments['compression']}: the mean of the gradients is not exact": is_compressed,
@@ -271,6 +273,13 @@ def _refuse_what_cannot_work(trainer: Trainer, module: LightningModule) -> None:
     for reason, is_given in reasons.items():
         if is_given:
             raise MisconfigurationException(f"GradientNoiseScale with {reason}. Leave one of the two out.")
+
+
+def _shared_by_stages(parallel: ParallelModule) -> str:
+    """Return a clause that names a parameter that several stages have; "" if there is none. This is a collective."""
+    parts = parallel.states.collect_parts({name: None for group in parallel.groups for name in group.names})
+    counts = Counter(name for part in parts for name in part)
+    return next((f"stages share the parameter {name!r}" for name, count in counts.items() if count > 1), "")
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

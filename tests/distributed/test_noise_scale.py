@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import MeshPrecision, TensorParallelStrategy
+from lightning_dist import MeshPrecision, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_dist.plugins.callbacks import GradientNoiseScale
 from lightning_dist.run.telemetry import NoiseScaleEstimator
 from tests.distributed.fit import make_trainer
@@ -26,6 +26,8 @@ Step = tuple[float, float, int, int]
 """The arguments of :meth:`NoiseScaleEstimator.add`."""
 
 NUM_STEPS = 3
+SHARDED: dict[str, Any] = {"tensor_parallel": TensorParallelStrategy, "pipeline_parallel": PipelineParallelStrategy}
+"""Strategies that shard the parts of layers, or the stages, over the remaining ranks."""
 
 
 def observed(layout: str, options: dict[str, Any], model: str, **kwargs: Any) -> list[Step]:
@@ -40,9 +42,10 @@ def observed(layout: str, options: dict[str, Any], model: str, **kwargs: Any) ->
     NoiseScaleEstimator.add = recorded  # type: ignore[method-assign]
     callback = GradientNoiseScale(log_every_n_steps=2)
     defaults = {"max_steps": NUM_STEPS, "precision": "64-true", "gradient_clip_val": 0.1, "callbacks": [callback]}
-    if layout == "tensor_parallel":
-        layout, defaults["strategy"] = "auto", TensorParallelStrategy(2)
+    if layout in SHARDED:
+        layout, defaults["strategy"] = "auto", SHARDED[layout](2, **options)
     try:
+        options = {} if layout == "auto" else options
         make_trainer(layout, options, **{**defaults, **kwargs}).fit(build(model, optimizer="adamw"))
     finally:
         NoiseScaleEstimator.add = add  # type: ignore[method-assign]
@@ -83,10 +86,12 @@ def direct(model: str, num_ranks: int, accumulate: int = 1, global_batch: int = 
         ("full_shard", {}, 4, "example_gpt", 4, 2),
         ("2x2", {}, 4, "gpt", 4, 1),  # This is hybrid_shard.
         ("tp2-2", {}, 4, "example_gpt", 2, 1),
-        ("tensor_parallel", {}, 4, "example_gpt", 2, 2),  # It shards the parts of layers as well.
+        ("tensor_parallel", {}, 4, "example_gpt", 2, 2),
+        ("pp2-2", {"num_microbatches": 2}, 4, "example_gpt", 2, 2),
         pytest.param("2x1", {}, 2, "example_gpt", 2, 2, marks=pytest.mark.thorough),
         pytest.param("full_shard", {"direct_collectives": False}, 2, "gpt", 2, 1, marks=pytest.mark.thorough),
         pytest.param("full_shard", {"zero_stage": 1}, 2, "gpt", 2, 2, marks=pytest.mark.thorough),
+        pytest.param("pipeline_parallel", {"num_microbatches": 2}, 4, "example_gpt", 2, 1, marks=pytest.mark.thorough),
         pytest.param("2x2", {}, 4, "example_gpt", 4, 2, marks=pytest.mark.thorough),
     ],
 )
@@ -201,7 +206,7 @@ def refusal(
     [
         ("ddp", {}, "gpt", {}, "with DDPStrategy: only the strategies of lightning_dist"),
         ("tp2-1", {}, "example_gpt", {}, "there is one data-parallel rank"),
-        ("pp2-2", {"num_microbatches": 2}, "gpt", {}, "pp_size=2: stages may share parameters"),
+        ("pp2-2", {"num_microbatches": 2}, "gpt", {}, "pp_size=2: stages share the parameter 'model.embedding.weight'"),
         ("cp2-2", {}, "example_gpt", {}, "cp_size=2: ranks have gradients of parts of a sample"),
         ("2x1", {"compression": "bf16"}, "gpt", {}, "compression=bf16.*: the mean of the gradients is not exact"),
         ("2x1", {"sync": "diloco"}, "gpt", {}, "sync=DiLoCo.*: gradients are not averaged over the replicas"),

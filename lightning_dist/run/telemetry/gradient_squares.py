@@ -25,7 +25,7 @@ class GradientSquares:
 
     Args:
         groups: The groups of all parameters of the module, which let this object observe their gradients.
-        num_ranks: Number of all ranks.
+        num_ranks: Number of ranks that have these parameters or parts of them: all ranks, or those of a stage.
         num_data_parallel: Number of ranks with different parts of the batch.
     """
 
