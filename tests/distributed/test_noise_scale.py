@@ -90,6 +90,7 @@ def direct(model: str, num_ranks: int, accumulate: int = 1, global_batch: int = 
         ("pp2-2", {"num_microbatches": 2}, 4, "example_gpt", 2, 2),
         pytest.param("2x1", {}, 2, "example_gpt", 2, 2, marks=pytest.mark.thorough),
         pytest.param("full_shard", {"direct_collectives": False}, 2, "gpt", 2, 1, marks=pytest.mark.thorough),
+        pytest.param("full_shard", {"offload": "both"}, 2, "gpt", 2, 2, marks=pytest.mark.thorough),
         pytest.param("full_shard", {"zero_stage": 1}, 2, "gpt", 2, 2, marks=pytest.mark.thorough),
         pytest.param("pipeline_parallel", {"num_microbatches": 2}, 4, "example_gpt", 2, 1, marks=pytest.mark.thorough),
         pytest.param("2x2", {}, 4, "example_gpt", 4, 2, marks=pytest.mark.thorough),

@@ -63,20 +63,18 @@ class GradientSquares:
         """
         if not self._norms:
             return None
-        own: dict[float, list[Tensor]] = defaultdict(list)
-        means: dict[float, list[Tensor]] = defaultdict(list)
+        own, means = _Squares(), _Squares()
         for group in self._groups:
             over_batch = group.mesh.mesh_dim_names or ()
             for name, param in zip(group.names, group.params, strict=True):
                 if name in self._norms:
                     norm, divisor = self._norms[name]
-                    own[divisor**2 * _num_parts(param, over_batch) / self._num_copies].append(norm)
+                    own.add(norm, divisor**2 * _num_parts(param, over_batch) / self._num_copies)
                 if param.grad is not None:
-                    means[_num_parts(param) / self._num_ranks].append(_norm(local_of(param.grad)))
+                    means.add(_norm(local_of(param.grad)), _num_parts(param) / self._num_ranks)
+        device = next(norm.device for norm, _ in self._norms.values())
         self._norms = {}
-        sums = _weighted_sum(own), _weighted_sum(means)
-        device = sums[0].device
-        return torch.stack([part.to(device, non_blocking=True) for part in sums])
+        return torch.stack([own.sum(device), means.sum(device)])
 
 
 def _norm(value: Tensor) -> Tensor:
@@ -106,11 +104,20 @@ def _num_parts(param: nn.Parameter, left_out: Iterable[str] = ()) -> int:
     )
 
 
-def _weighted_sum(norms: dict[float, list[Tensor]]) -> Tensor:
-    """Return the sum of the squares of norms, each times its weight, in float64.
+class _Squares:
+    """Add up squares of norms, each times its weight."""
 
-    Args:
-        norms: The norms of each weight.
-    """
-    sums = [weight * torch.stack(own).double().square().sum() for weight, own in norms.items()]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+    def __init__(self) -> None:
+        # Offloaded gradients are on the CPU, and those of scalars are not.
+        self._norms: dict[tuple[float, torch.device], list[Tensor]] = defaultdict(list)
+
+    def add(self, norm: Tensor, weight: float) -> None:
+        """Add a norm, a tensor without dimensions."""
+        self._norms[weight, norm.device].append(norm)
+
+    def sum(self, device: torch.device) -> Tensor:
+        """Return the sum in float64, on ``device``."""
+        parts = [weight * torch.stack(own).double().square().sum() for (weight, _), own in self._norms.items()]
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([part.to(device, non_blocking=True) for part in parts]).sum()
