@@ -1,0 +1,7 @@
+"""Measure the links, devices and folders of a run's nodes, and find what differs between its ranks.
+
+- ``finding``, ``ranks``, ``profile``: What a check has found, the ranks that are examined, and the file of figures.
+- ``examination``: Runs checks in turn on all ranks, and ends all of them if one fails or hangs.
+- ``network``: Reads from the system which links there are.
+- ``link_times``, ``links``: Measure collectives and messages, and find slow links.
+"""
