@@ -4,4 +4,6 @@
 - ``examination``: Runs checks in turn on all ranks, and ends all of them if one fails or hangs.
 - ``network``: Reads from the system which links there are.
 - ``link_times``, ``links``: Measure collectives and messages, and find slow links.
+- ``devices``: Measures products of matrices and memory, and finds slow and used devices.
+- ``storage``: Finds folders of checkpoints that ranks do not share, or that are slow or full.
 """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Peak", "peak_of"]
+__all__ = ["Peak", "known_peak", "measured_peak", "peak_of"]
 
 _TERA = 1e12
 
@@ -53,7 +53,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     known = known_peak(name, dtype, torch.get_float32_matmul_precision() != "highest")
-    return _measure(device, dtype) if known is None else known
+    return measured_peak(device, dtype) if known is None else known
 
 
 def known_peak(name: str, dtype: torch.dtype, allows_tf32: bool) -> Peak | None:
@@ -73,8 +73,13 @@ def known_peak(name: str, dtype: torch.dtype, allows_tf32: bool) -> Peak | None:
     return Peak(_DENSE[entry][column] * _TERA, f"data sheet of {entry}, dense {kind}")
 
 
-def _measure(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Measure the fastest of some products of square matrices."""
+def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+    """Return the rate of the fastest of some products of square matrices, for which up to a second is spent.
+
+    Args:
+        device: A device of this process.
+        dtype: Floating-point dtype in which products are computed.
+    """
     size = 1024 if device.type == "cpu" else 8192
     with torch.no_grad():
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
