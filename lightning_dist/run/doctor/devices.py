@@ -14,7 +14,7 @@ import torch
 
 from lightning_dist.run.doctor.examination import Examination
 from lightning_dist.run.doctor.finding import Finding
-from lightning_dist.run.doctor.links import bandwidth_text
+from lightning_dist.run.doctor.format import bandwidth_text
 from lightning_dist.run.doctor.profile import DeviceFigures
 from lightning_dist.run.doctor.ranks import Ranks
 from lightning_dist.run.telemetry.peak import known_peak, measured_peak

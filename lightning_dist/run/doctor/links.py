@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_dist.run.doctor.examination import Examination
 from lightning_dist.run.doctor.finding import Finding
+from lightning_dist.run.doctor.format import bandwidth_text, seconds_text
 from lightning_dist.run.doctor.link_times import Scope, measure_collectives, measure_pairs, pairs_of, ring_of
 from lightning_dist.run.doctor.network import adapters, interfaces, own_interface
 from lightning_dist.run.doctor.profile import LinkFigures
@@ -91,8 +92,8 @@ def _group_of(members: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:
     """Make a process group of some ranks. This is a collective over all ranks."""
     if len(members) == ranks.world_size:
         return _world()
-    group = dist.new_group(list(members))
-    return group  # type: ignore[return-value]  # On ranks outside of it, it is a placeholder that is not used.
+    group: dist.ProcessGroup = dist.new_group(list(members))
+    return group  # On ranks outside of it, it is a placeholder that is not used.
 
 
 def _adapter_speed(backend: str) -> float | None:
@@ -200,13 +201,3 @@ def _described(links: Sequence[LinkFigures]) -> str:
             text += f" to {bandwidth_text(fastest.bytes_per_s)} in {len(of_operation)} groups or pairs"
         parts.append(text)
     return "Latency and bandwidth are: " + "; ".join(parts) + "."
-
-
-def bandwidth_text(bytes_per_s: float) -> str:
-    """Return a bandwidth in GB/s or MB/s."""
-    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time in ms or µs."""
-    return f"{1000 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"

@@ -15,7 +15,7 @@ from statistics import median
 
 from lightning_dist.run.doctor.examination import Examination
 from lightning_dist.run.doctor.finding import Finding
-from lightning_dist.run.doctor.links import bandwidth_text, seconds_text
+from lightning_dist.run.doctor.format import bandwidth_text, seconds_text
 from lightning_dist.run.doctor.ranks import Ranks
 
 __all__ = ["check_storage", "file_system_of", "judge_storage", "limit_s"]
@@ -87,8 +87,8 @@ def check_storage(examination: Examination) -> list[Finding]:
             )
         ]
     own = (str(Path(place).absolute()), f".lightning-dist-doctor-{uuid.uuid4().hex[:12]}")
-    path, name = ranks.gather(own)[0]  # As in a run, all ranks use the path of rank 0.
-    folder = Path(path)
+    root, name = ranks.gather(own)[0]  # As in a run, all ranks use the path of rank 0.
+    folder = Path(root)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     error = _make(folder / name) if ranks.rank == 0 else ""
     try:
