@@ -20,6 +20,7 @@ _COMMANDS = {
     "predict": "run a model over data and collect what it returns",
     "check": "compare a step under a strategy with one process, before a training",
     "plan": "predict the memory of each layout, without devices",
+    "doctor": "measure the nodes of a run, and find what is wrong with them, before a training",
     "profile": "record some training steps with torch's profiler",
     "compare": "compare runs that MLflow holds",
     "sync": "send MLflow what runs have logged while it was away",
@@ -28,6 +29,7 @@ _COMMANDS = {
 _MODULES = {
     "check": "lightning_dist.cli.check",
     "plan": "lightning_dist.cli.plan",
+    "doctor": "lightning_dist.cli.doctor.command",
     "profile": "lightning_dist.cli.profile",
     "compare": "lightning_dist.cli.compare.command",
     "sync": "lightning_dist.cli.sync",
@@ -35,7 +37,7 @@ _MODULES = {
 }
 """The modules of the commands; of the others, it is ``lightning_dist.cli.trainer``."""
 
-_PACKAGES = {"compare": ("mlflow", "rich", "jinja2"), "sync": ("mlflow",), "checkpoint": ()}
+_PACKAGES = {"compare": ("mlflow", "rich", "jinja2"), "sync": ("mlflow",), "checkpoint": (), "doctor": ("rich",)}
 """The packages of the extra ``cli`` that the commands need."""
 
 _PACKAGES_OF_TRAINER = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow", "rich")

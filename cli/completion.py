@@ -12,6 +12,7 @@ from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 
 from lightning_dist.cli import checkpoint, sync
 from lightning_dist.cli.compare import command as compare
+from lightning_dist.cli.doctor import command as doctor
 from lightning_dist.cli.options import DESCRIBED, Command, read
 
 _FILES = {
@@ -31,7 +32,12 @@ def complete(commands: Mapping[str, str]) -> None:
     parser = argparse.ArgumentParser(prog="lightning-dist")
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     subparsers = parser.add_subparsers()
-    others = {"compare": compare.make_parser, "sync": sync.make_parser, "checkpoint": checkpoint.make_parser}
+    others = {
+        "doctor": doctor.make_parser,
+        "compare": compare.make_parser,
+        "sync": sync.make_parser,
+        "checkpoint": checkpoint.make_parser,
+    }
     for name, text in commands.items():
         if name in DESCRIBED:
             _add_options(subparsers.add_parser(name, help=text), read(name))

@@ -152,6 +152,7 @@ def test_with_another_version_of_lightning_the_parser_is_asked(
         (["fit", "--help-all"], 0, "--trainer.sync_batchnorm"),
         (["check", "--help"], 0, "--tolerance"),
         (["compare", "--help"], 0, "--baseline"),
+        (["doctor", "--help"], 0, "--checkpoint-folder"),
         (["sync", "--help"], 0, "--tracking-uri"),
         (["checkpoint", "--help"], 0, "consolidate"),
         (["fti"], 2, "did you mean 'fit'?"),

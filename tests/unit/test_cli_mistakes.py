@@ -215,6 +215,7 @@ MISTAKES: list[tuple[list[str] | str, str]] = [
         "good.yaml/x': no file can be created there (Not a directory). Name a folder in which this process may write.",
     ),
     (["compare", "--tracking_uri=x"], "no option is named --tracking_uri; did you mean '--tracking-uri'?"),
+    (["doctor", "--pair"], "no option is named --pair; did you mean '--pairs'?"),
     (["sync", "--tracking_uri", "x"], "no option is named --tracking_uri; did you mean '--tracking-uri'?"),
     (["checkpoint", "consolidate", "here", "x.ckpt", "--trst"], "no option is named --trst; did you mean '--trust'?"),
     (["checkpoint", "verify", "missing"], "There is no checkpoint at missing."),

@@ -31,9 +31,9 @@ def device(rank: int, flops_per_s: float, free: float = 0.9, name: str = "NVIDIA
         ([device(0, 5e14), device(1, 5e14), device(2, 4e14)], None),
         (
             [device(0, 5e14), device(1, 5e14), device(2, 3e14)],
-            "rank 2 (c) reach 300 TFLOP/s in bfloat16, and 500 is usual",
+            "Slower than the others: rank 2 (c), with 300 TFLOP/s in bfloat16, where 500 TFLOP/s is usual",
         ),
-        ([device(0, 3e14), device(1, 3e14)], "reaches 300 TFLOP/s in bfloat16, less than half of the 756"),
+        ([device(0, 3e14), device(1, 3e14)], "reaches 300 TFLOP/s in bfloat16, less than half of the 756 TFLOP/s"),
         ([device(0, 1e12, name="x"), device(1, 1e12, name="x")], None),
         (
             [device(0, 5e14), device(1, 5e14, free=0.05)],

@@ -14,7 +14,7 @@ import torch
 
 from lightning_dist.run.doctor.examination import Examination
 from lightning_dist.run.doctor.finding import Finding
-from lightning_dist.run.doctor.format import bandwidth_text
+from lightning_dist.run.doctor.format import bandwidth_text, flops_text
 from lightning_dist.run.doctor.profile import DeviceFigures
 from lightning_dist.run.doctor.ranks import Ranks
 from lightning_dist.run.telemetry.peak import known_peak, measured_peak
@@ -36,6 +36,9 @@ LEAST_FREE_OF_HOST = 0.1
 _TFLOAT32 = "tfloat32"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DTYPES_OF_ACCELERATOR = {**_DTYPES, "float16": torch.float16, _TFLOAT32: torch.float32}
+
+_SIZE_ON_CPU = 512
+"""CPUs without instructions for bfloat16 would take seconds for larger matrices."""
 
 _COPIED_BYTES, _COPIED_BYTES_OF_ACCELERATOR = 2**27, 2**30
 _NUM_COPIES = 5
@@ -76,7 +79,7 @@ def _products(device: torch.device) -> dict[str, float]:
     try:
         for name, dtype in (_DTYPES if device.type == "cpu" else _DTYPES_OF_ACCELERATOR).items():
             torch.set_float32_matmul_precision("high" if name == _TFLOAT32 else "highest")
-            rates[name] = measured_peak(device, dtype).flops_per_s
+            rates[name] = measured_peak(device, dtype, _SIZE_ON_CPU if device.type == "cpu" else None).flops_per_s
     finally:
         torch.set_float32_matmul_precision(precision)
     return rates
@@ -142,8 +145,7 @@ def judge_devices(devices: Sequence[DeviceFigures], ranks: Ranks) -> list[Findin
 
 def _described(name: str, devices: Sequence[DeviceFigures]) -> str:
     products = ", ".join(
-        f"{dtype} {_range([device.flops_per_s[dtype] / 1e12 for device in devices])} TFLOP/s"
-        for dtype in devices[0].flops_per_s
+        f"{dtype} {_range([device.flops_per_s[dtype] for device in devices])}" for dtype in devices[0].flops_per_s
     )
     copies = bandwidth_text(min(device.memory_bytes_per_s for device in devices))
     free = min(device.free_bytes for device in devices) / 2**30
@@ -154,7 +156,7 @@ def _described(name: str, devices: Sequence[DeviceFigures]) -> str:
 
 
 def _range(numbers: Sequence[float]) -> str:
-    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    low, high = flops_text(min(numbers)), flops_text(max(numbers))
     return low if low == high else f"{low} to {high}"
 
 
@@ -170,8 +172,8 @@ def _slow(same: Sequence[DeviceFigures], ranks: Ranks) -> list[Finding]:
                 Finding(
                     "slow devices",
                     "warn",
-                    f"{ranks.named(device.rank for device in slow)} reach {worst / 1e12:.3g} TFLOP/s in {dtype}, and"
-                    f" {usual / 1e12:.3g} is usual for {same[0].name} here. Every step waits for them.",
+                    f"Slower than the others: {ranks.named(device.rank for device in slow)}, with {flops_text(worst)}"
+                    f" in {dtype}, where {flops_text(usual)} is usual for {same[0].name}. Every step waits for them.",
                     _WHY_SLOW,
                 )
             )
@@ -182,8 +184,8 @@ def _slow(same: Sequence[DeviceFigures], ranks: Ranks) -> list[Finding]:
                 Finding(
                     "slow devices",
                     "warn",
-                    f"{same[0].name} reaches {usual / 1e12:.3g} TFLOP/s in {dtype}, less than half of the"
-                    f" {peak.flops_per_s / 1e12:.3g} of the {peak.source}.",
+                    f"{same[0].name} reaches {flops_text(usual)} in {dtype}, less than half of the"
+                    f" {flops_text(peak.flops_per_s)} of the {peak.source}.",
                     _WHY_SLOW,
                 )
             )

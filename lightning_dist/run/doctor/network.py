@@ -146,7 +146,7 @@ def own_interface(peer: str) -> str | None:
 def check_topology(examination: Examination) -> list[Finding]:
     """Name the links of the nodes, as the system tells them."""
     ranks = examination.ranks
-    own = (gpu_links(_gpu_table()), [*adapters(), *interfaces()])
+    own = (gpu_links(_gpu_table()), [*adapters(), *(port for port in interfaces() if port.is_up)])
     of_ranks = ranks.gather(own)
     lines = []
     for links, ports in (of_ranks[node[0]] for node in ranks.of_nodes):
@@ -154,7 +154,7 @@ def check_topology(examination: Examination) -> list[Finding]:
         lines.append(line or "The system names no link.")
     seen = _joined({ranks.named(node): line for node, line in zip(ranks.of_nodes, lines, strict=True)})
     broken = {
-        ranks.named(node): ", ".join(port.name for port in ports if port.kind != "Ethernet" and not port.is_up)
+        ranks.named(node): ", ".join(port.name for port in ports if not port.is_up)
         for node, (_, ports) in zip(ranks.of_nodes, (of_ranks[node[0]] for node in ranks.of_nodes), strict=True)
     }
     if names := "; ".join(f"{port} of {node}" for node, port in broken.items() if port):

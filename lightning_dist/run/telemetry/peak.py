@@ -73,14 +73,15 @@ def known_peak(name: str, dtype: torch.dtype, allows_tf32: bool) -> Peak | None:
     return Peak(_DENSE[entry][column] * _TERA, f"data sheet of {entry}, dense {kind}")
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the rate of the fastest of some products of square matrices, for which up to a second is spent.
+def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = None) -> Peak:
+    """Return the rate of the fastest of some products of square matrices.
 
     Args:
         device: A device of this process.
         dtype: Floating-point dtype in which products are computed.
+        size: Number of rows and columns; None: 1024 on CPUs, and 8192 on accelerators.
     """
-    size = 1024 if device.type == "cpu" else 8192
+    size = size or (1024 if device.type == "cpu" else 8192)
     with torch.no_grad():
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         product = left @ right
