@@ -92,10 +92,11 @@ def examine_as_rank(request: Request, store: dist.Store | None = None) -> Result
         dist.destroy_process_group()
         return result
     except Exception as error:
-        # A rank that only sees that another one has ended leaves the report to that one, or to the process that
-        # started it.
-        if not is_consequence(error) or reported_by_another() is None:
-            report(f"{type(error).__name__}: {error}", TRAINING_FAILED)
+        text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        if not is_consequence(error):
+            report(text, TRAINING_FAILED)
+        elif reported_by_another() is None:
+            report(f"another rank has ended, so that this one ends: {text}", TRAINING_FAILED)
         return None
 
 

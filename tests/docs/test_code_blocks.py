@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from lightning_dist import MeshPrecision, full_parameters
 from lightning_dist.cli import main
 from lightning_dist.cli.at_once import answer
+from lightning_dist.cli.doctor.command import make_parser
 from lightning_dist.plugins.precision import Float8Precision
 from tests.distributed.fit import make_trainer
 from tests.docs.blocks import Block, find_blocks, pages
@@ -201,6 +202,8 @@ def test_commands_run_or_have_no_unknown_option(
         arguments = [str(existing(word)) if word.endswith(".yaml") else word for word in arguments]
         if command in ("fit", "validate", "test", "predict", "check", "profile"):
             assert answer(command, arguments) is None, capsys.readouterr()
+        elif command == "doctor":  # It would measure for some seconds.
+            make_parser().parse_args(arguments)
         elif command == "compare":  # The runs of the examples do not exist.
             code = main([command, *arguments])
             assert code in (0, 1) or re.search("has no such|there is no file", capsys.readouterr().err)

@@ -75,7 +75,11 @@ def examine(examination: Examination, checks: Sequence[Check]) -> list[Finding]:
     findings = []
     for check in checks:
         with ended_after(check.limit_s(examination), f"the check of {check.name}", examination.ranks):
-            findings += check.run(examination)
+            try:
+                findings += check.run(examination)
+            except Exception as error:
+                error.add_note(f"in the check of {check.name}")
+                raise
     return findings
 
 
