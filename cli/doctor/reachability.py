@@ -70,7 +70,7 @@ def reach(uri: str) -> Finding:
         start = time.perf_counter()
         client.search_experiments(max_results=1)
     except Exception as error:  # The store may be of any kind, each with errors of its own.
-        cause = " ".join(str(error).split("\n[SQL:")[0].split())
+        cause = " ".join(str(_root_of(error)).split("\n[SQL:")[0].split())
         return Finding(
             _NAME,
             "fail",
@@ -102,6 +102,13 @@ def _missing_file(uri: str) -> Finding:
             "Give another store by --tracking-uri or MLFLOW_TRACKING_URI.",
         )
     return Finding(_NAME, "pass", f"The store {uri} does not exist yet. The first run makes the file {path}.")
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """Return the first cause of an error; what clients of HTTP say themselves is mostly about their retries."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    return error
 
 
 def _shortened(text: str) -> str:

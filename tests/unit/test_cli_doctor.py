@@ -108,6 +108,7 @@ def test_a_dead_server_is_found() -> None:
     finding = reach("http://127.0.0.1:9")
     assert (finding.name, finding.status) == ("MLflow", "fail")
     assert finding.seen.startswith("The store http://127.0.0.1:9 does not answer, after ")
+    assert "s: [Errno 111] Connection refused. A run would keep what it logs in a local file." in finding.seen
     assert "Start the server" in finding.advice
 
 
@@ -117,6 +118,7 @@ def test_a_server_that_never_answers_is_found_in_time(monkeypatch: pytest.Monkey
         finding = reach(f"http://127.0.0.1:{server.getsockname()[1]}")
     assert finding.status == "fail"
     assert "does not answer, after 1." in finding.seen
+    assert "timed out. A run" in finding.seen
 
 
 def test_a_store_in_a_file_is_found(empty_mlflow_database: Path, tmp_path: Path) -> None:

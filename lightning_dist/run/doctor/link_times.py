@@ -23,7 +23,7 @@ _SMALLEST_BYTES = 1024
 _LARGEST_BYTES = {"cpu": 2**24}
 _LARGEST_BYTES_OF_ACCELERATOR = 2**28
 
-_LONG_S = 0.02
+_LONG_S = 0.1
 _LONG_IN_LATENCIES = 10
 """A message is large enough for a bandwidth if it takes this time, and so many times the latency."""
 

@@ -178,9 +178,10 @@ def judge_speed(
         Finding(
             "speed of adapters",
             "warn",
-            f"{len(slow)} pairs have less than a quarter of the bandwidth to be expected of their adapters. The slowest"
-            f" is {link.ranks[0]}-{link.ranks[1]} on {ranks.named(link.ranks)}: {bandwidth_text(link.bytes_per_s)},"
-            f" {100 * part:.1f}% of what can be expected of an adapter with {bits / 1e9:g} Gbit/s.",
+            f"Pairs with less than a quarter of the bandwidth to be expected of their adapters: {len(slow)}. The"
+            f" slowest is {link.ranks[0]}-{link.ranks[1]} on {ranks.named(link.ranks)}:"
+            f" {bandwidth_text(link.bytes_per_s)}, {100 * part:.1f}% of what can be expected of an adapter with"
+            f" {bits / 1e9:g} Gbit/s.",
             "Check which interface is used (NCCL_DEBUG=INFO shows it; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and"
             " NCCL_IB_HCA choose it), and whether a switch, a container network or other traffic limits it. If the link"
             " is meant to be this slow, `compression` or `sync` of hybrid_shard send less over it.",
