@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -109,17 +110,30 @@ def make_parser() -> ArgumentParser:
 
 def _is_launched() -> bool:
     """Return whether torchrun, or a script that sets the same variables, has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return "RANK" in os.environ
+
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def _mistake(options: argparse.Namespace) -> str | None:
-    """Return what is wrong with the arguments; None: nothing."""
+    """Return what is wrong with the arguments, or with how the command was started; None: nothing."""
+    if not sys.platform.startswith("linux"):
+        return (
+            f"this machine has {sys.platform}, and the command reads figures of Linux (/proc, /sys). Run it on Linux."
+        )
     if options.devices is not None and options.devices < 1:
         return f"--devices={options.devices}: expected at least 1."
     if options.write is not None and not options.write.absolute().parent.is_dir():
         return f"--write={str(options.write)!r}: there is no folder {options.write.absolute().parent}."
     if _is_launched():
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        missing = [name for name in _VARIABLES if not os.environ.get(name, "").isdigit()]
+        if missing:
+            return (
+                f"RANK={os.environ['RANK']} is set, but {', '.join(missing)} is not a number. Start the command by"
+                " torchrun, which sets all of them, or unset RANK to examine this node alone."
+            )
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
         if options.devices not in (None, here):
             return (
                 f"--devices={options.devices}, but torchrun started {here} processes on this node. Leave --devices out,"

@@ -19,7 +19,12 @@ from lightning_dist.run.doctor.finding import Finding
 from lightning_dist.run.doctor.profile import MachineProfile
 from tests.command import run_command
 
-pytestmark = pytest.mark.usefixtures("workplace")
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the command in an empty folder, with the default MLflow store."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
 
 
 def test_one_process_measures_what_it_can_and_says_what_it_cannot(
@@ -81,9 +86,10 @@ MISTAKES = [
     (["--write=nowhere/p.json"], {}, "--write='nowhere/p.json': there is no folder"),
     (
         ["--devices=3"],
-        {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+        {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
         "--devices=3, but torchrun started 4 processes on this node. Leave --devices out",
     ),
+    ([], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=0 is set, but LOCAL_WORLD_SIZE is not a number."),
     ([], {"SLURM_STEP_NUM_TASKS": "8"}, "srun has started 8 tasks, which do not know each other."),
     (["--accelerator=gpu"], {"CUDA_VISIBLE_DEVICES": ""}, "--accelerator=gpu: 1 ranks on this node need a GPU each"),
     (["--accelerator=tpu"], {}, "argument --accelerator: invalid choice: 'tpu'"),

@@ -49,6 +49,20 @@ def test_pairs_of_similar_speed_are_no_finding() -> None:
     assert judge_pairs(figures({(0, 1): 1.0}), ranks(2)) == []
 
 
+def test_pairs_are_compared_with_those_of_their_kind() -> None:
+    kinds = {pair: "NVLink" if pair in ((0, 1), (2, 3)) else "PCIe" for pair in ring_of(range(4))}
+    speeds = {pair: 1e11 if kind == "NVLink" else 1e10 for pair, kind in kinds.items()}
+    assert judge_pairs(figures(speeds), ranks(4), kinds) == []
+    assert [finding.status for finding in judge_pairs(figures(speeds), ranks(4))] == ["warn"]
+    (finding,) = judge_pairs(figures(speeds | {(2, 3): 1e10}), ranks(4), kinds)
+    assert "The pairs 2-3 10.0 GB/s have less than half of the 100.0 GB/s" in finding.seen
+
+
+def test_of_many_ranks_only_the_first_are_named() -> None:
+    assert ranks(3).named([2, 0]) == "rank 0, 2 (host0, host2)"
+    assert ranks(10).named(range(10)).startswith("rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more (host0, host1,")
+
+
 @pytest.mark.parametrize(
     ("backend", "gigabits", "bytes_per_s", "part"),
     [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from statistics import median_high
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from lightning_dist.run.doctor.examination import Examination
 from lightning_dist.run.doctor.finding import Finding
 from lightning_dist.run.doctor.format import bandwidth_text, seconds_text
 from lightning_dist.run.doctor.link_times import Scope, measure_collectives, measure_pairs, pairs_of, ring_of
-from lightning_dist.run.doctor.network import adapters, interfaces, own_interface
+from lightning_dist.run.doctor.network import adapters, interfaces, kinds_of_pairs, own_interface
 from lightning_dist.run.doctor.profile import LinkFigures
 from lightning_dist.run.doctor.ranks import Ranks
 
@@ -67,11 +68,12 @@ def check_links(examination: Examination) -> list[Finding]:
         measured += measure_pairs(pairs, _world(), ranks.rank, "between_nodes", ranks.device)
     # Every rank of a group has the same figures of its collectives.
     links += dict.fromkeys(link for of_rank in ranks.gather(measured) for link in of_rank)
+    kinds = kinds_of_pairs(ranks)
     for scope, name in _SCOPES.items():
         of_scope = [link for link in links if link.scope == scope]
         if of_scope:
             findings.append(Finding(name, "pass", _described(of_scope)))
-            findings += judge_pairs(of_scope, ranks)
+            findings += judge_pairs(of_scope, ranks, kinds)
         elif scope == "between_nodes":
             findings.append(
                 Finding(
@@ -108,17 +110,28 @@ def _adapter_speed(backend: str) -> float | None:
     return max(speeds, default=None)
 
 
-def judge_pairs(links: Sequence[LinkFigures], ranks: Ranks) -> list[Finding]:
-    """Find pairs that are slower than the others of the same scope.
+def judge_pairs(
+    links: Sequence[LinkFigures], ranks: Ranks, kinds: Mapping[tuple[int, int], str] | None = None
+) -> list[Finding]:
+    """Find pairs that are slower than the others of the same scope and kind.
 
-    What is usual is the upper median of the bandwidths. A slow rank makes at most half of the pairs slow, unless there
-    are three ranks, where it is two of three pairs; then the fastest one is what is usual.
+    Pairs of GPUs in a node may have different kinds of links, such as NVLink and PCIe, of which each is compared with
+    its own. What is usual is the upper median of the bandwidths. A slow rank makes at most half of the pairs slow,
+    unless there are three ranks, where it is two of three pairs; then the fastest one is what is usual.
 
     Args:
         links: Figures of links of one scope.
         ranks: The ranks.
+        kinds: Kinds of the links of pairs, as far as they are known.
     """
-    pairs = [link for link in links if link.operation == "point_to_point"]
+    by_kind: dict[str | None, list[LinkFigures]] = defaultdict(list)
+    for link in links:
+        if link.operation == "point_to_point":
+            by_kind[(kinds or {}).get((link.ranks[0], link.ranks[1]))].append(link)
+    return [finding for pairs in by_kind.values() for finding in _judge_equal_pairs(pairs, ranks)]
+
+
+def _judge_equal_pairs(pairs: Sequence[LinkFigures], ranks: Ranks) -> list[Finding]:
     if len(pairs) < 2:
         return []
     speeds = [link.bytes_per_s for link in pairs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -13,8 +14,9 @@ from pathlib import Path
 
 from lightning_dist.run.doctor.examination import Examination
 from lightning_dist.run.doctor.finding import Finding
+from lightning_dist.run.doctor.ranks import Ranks
 
-__all__ = ["Adapter", "adapters", "check_topology", "gpu_links", "interfaces"]
+__all__ = ["Adapter", "adapters", "check_topology", "gpu_links", "interfaces", "kinds_of_pairs", "own_interface"]
 
 _SYS = Path("/sys/class")
 
@@ -106,6 +108,23 @@ def gpu_links(table: str) -> dict[str, list[tuple[int, int]]]:
             if two > one and kind is not None:
                 links[f"{kind} ({cell})"].append((one, two))
     return dict(links)
+
+
+def kinds_of_pairs(ranks: Ranks) -> dict[tuple[int, int], str]:
+    """Return the kind of link of each pair of ranks of a node, as far as it is known. This is a collective.
+
+    Each rank of a node is taken to use the GPU of its place among them, as torchrun's ``LOCAL_RANK`` chooses it. If
+    ``CUDA_VISIBLE_DEVICES`` gives GPUs other numbers, no kind is known.
+    """
+    is_known = ranks.device.type == "cuda" and "CUDA_VISIBLE_DEVICES" not in os.environ
+    of_ranks = ranks.gather(gpu_links(_gpu_table()) if is_known else {})
+    kinds = {}
+    for node in ranks.of_nodes:
+        for kind, pairs in of_ranks[node[0]].items():
+            for one, two in pairs:
+                if two < len(node):
+                    kinds[node[one], node[two]] = kinds[node[two], node[one]] = kind
+    return kinds
 
 
 def _gpu_table() -> str:

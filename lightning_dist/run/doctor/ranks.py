@@ -37,16 +37,17 @@ class Ranks:
     def connected(cls, device: torch.device) -> Ranks:
         """Describe the ranks of the default process group. This is a collective over all of them.
 
-        torchrun gives the ranks of a node the same ``GROUP_RANK``. Without a process group, there is one rank.
+        torchrun gives the ranks of a node the same ``GROUP_RANK``. Without one, the ranks of a host are on one node.
+        Without a process group, there is one rank.
 
         Args:
             device: Device of this process.
         """
-        own = (int(os.environ.get("GROUP_RANK", 0)), platform.node())
+        own = (os.environ.get("GROUP_RANK", platform.node()), platform.node())
         if not dist.is_initialized():
             return cls(0, device, (0,), (own[1],))
         of_ranks = _gathered(own)
-        names = sorted({node for node, _ in of_ranks})
+        names = list(dict.fromkeys(node for node, _ in of_ranks))
         return cls(
             dist.get_rank(),
             device,
@@ -73,10 +74,18 @@ class Ranks:
         return [value] if self.world_size == 1 else _gathered(value)
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Return a text that names ranks with their hosts: ``"rank 0, 1 (node1)"``."""
+        """Return a text that names ranks with their hosts: ``"rank 0, 1 (node1)"``; of many, only the first ones."""
         chosen = sorted(ranks)
-        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in chosen))
-        return f"rank {', '.join(map(str, chosen))} ({hosts})"
+        hosts = list(dict.fromkeys(self.hosts[rank] for rank in chosen))
+        return f"rank {_shortened(list(map(str, chosen)))} ({_shortened(hosts)})"
+
+
+_MAX_NAMED = 8
+
+
+def _shortened(names: list[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _gathered(value: T) -> list[T]:
