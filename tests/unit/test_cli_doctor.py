@@ -110,6 +110,19 @@ def test_wrong_arguments_are_refused(
     assert message in capfd.readouterr().err
 
 
+def test_a_wrong_interface_is_named_before_the_ranks_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**launched, "GLOO_SOCKET_IFNAME": "none0"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_command(monkeypatch, "doctor", "--accelerator=cpu") == 1
+    printed = capfd.readouterr().err
+    assert (
+        "GLOO_SOCKET_IFNAME='none0': this host has no interface named none0, so that its ranks cannot conn" in printed
+    )
+
+
 def test_a_dead_server_is_found() -> None:
     finding = reach("http://127.0.0.1:9")
     assert (finding.name, finding.status) == ("MLflow", "fail")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dist.run.doctor.examination import Examination
-from lightning_dist.run.doctor.link_times import pairs_of, ring_of
+from lightning_dist.run.doctor.link_times import fitted, pairs_of, ring_of
 from lightning_dist.run.doctor.links import check_links, judge_pairs, judge_speed
 from lightning_dist.run.doctor.network import adapters, gpu_links, interfaces
 from lightning_dist.run.doctor.profile import LinkFigures
@@ -87,6 +87,23 @@ def test_messages_are_compared_with_the_speed_of_the_adapter(
 @pytest.mark.parametrize(("num_ranks", "pairs"), [(1, []), (2, [(0, 1)]), (3, [(0, 1), (1, 2), (2, 0)])])
 def test_a_ring_has_every_rank(num_ranks: int, pairs: list[tuple[int, int]]) -> None:
     assert ring_of(range(num_ranks)) == pairs
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e5, 1e7, 1e9, 1e10])
+@pytest.mark.parametrize("alpha_s", [1e-6, 1e-4, 5e-3])
+def test_latency_and_bandwidth_are_those_of_the_link(alpha_s: float, bytes_per_s: float) -> None:
+    asked = []
+
+    def seconds(num_bytes: int, repetitions: int) -> float:
+        asked.append(num_bytes)
+        return alpha_s + num_bytes / bytes_per_s
+
+    alpha, seconds_per_byte = fitted(seconds, torch.device("cpu"))
+    assert alpha == alpha_s + 1024 / bytes_per_s
+    # The latency is that of a small message, and the largest one may take only some latencies.
+    assert 1 / seconds_per_byte == pytest.approx(bytes_per_s, rel=0.1 if 2**24 / bytes_per_s > 2 * alpha_s else 0.7)
+    assert max(asked) <= 2**24
+    assert max(asked) / bytes_per_s < 5 * max(0.1, 10 * alpha)  # A slow link is not blocked for minutes.
 
 
 def test_one_process_says_what_it_cannot_measure() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dist.run.doctor.profile import LinkFigures
 
-__all__ = ["COLLECTIVES", "measure_collectives", "measure_pairs", "pairs_of", "ring_of"]
+__all__ = ["COLLECTIVES", "fitted", "measure_collectives", "measure_pairs", "pairs_of", "ring_of"]
 
 Scope = Literal["node", "between_nodes"]
 
@@ -86,7 +86,7 @@ def measure_collectives(
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
             return float(slowest.min())
 
-        alpha, seconds_per_byte = _fitted(seconds, device)
+        alpha, seconds_per_byte = fitted(seconds, device)
         sent = collective.sent_parts * (size - 1) / size
         figures.append(LinkFigures(scope, name, tuple(ranks), alpha, sent / seconds_per_byte))  # type: ignore[arg-type]
     return figures
@@ -131,7 +131,7 @@ def measure_pairs(
             def seconds(num_bytes: int, repetitions: int, is_first: bool = is_first, peer: int = peer) -> float:
                 return _message_seconds(num_bytes, repetitions, is_first, peer, device)
 
-            alpha, seconds_per_byte = _fitted(seconds, device)
+            alpha, seconds_per_byte = fitted(seconds, device)
             if is_first:
                 figures.append(LinkFigures(scope, "point_to_point", pair, alpha, 1 / seconds_per_byte))
         _wait_for_group(group, device)
@@ -158,7 +158,7 @@ def _message_seconds(num_bytes: int, repetitions: int, is_first: bool, peer: int
     return float(fastest)
 
 
-def _fitted(seconds: Callable[[int, int], float], device: torch.device) -> tuple[float, float]:
+def fitted(seconds: Callable[[int, int], float], device: torch.device) -> tuple[float, float]:
     """Return the latency in seconds, and the seconds that each further byte takes.
 
     The shortest of some repetitions counts, because other programs of the machine can only make one longer.
