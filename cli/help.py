@@ -67,7 +67,7 @@ _COMMON = {
 }
 """The options that most users need, as they are written, with their explanations."""
 
-_OF_TRAINING = {"fit", "profile", "plan"}
+_OF_TRAINING = {"fit", "profile"}
 _ONLY_IN_TRAINING = (
     "optimizer",
     "lr_scheduler",

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,8 +68,9 @@ def simulated_processes(num_ranks: int, rank: int, backend: str) -> Iterator[Non
     """
     if dist.is_initialized():
         raise RuntimeError("Processes cannot be simulated in a process that has a process group already.")
-    import_module("torch.testing._internal.distributed.fake_pg")  # It makes the backend known to torch.
-
+    # The first call lets torch load the backend, and the store that it chooses holds nothing.
+    dist.init_process_group(_SIMULATED, rank=rank, world_size=num_ranks)
+    dist.destroy_process_group()
     dist.init_process_group(_SIMULATED, rank=rank, world_size=num_ranks, store=dist.HashStore())
     _simulated.append(backend)
     try:

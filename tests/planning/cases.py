@@ -75,6 +75,13 @@ class Case:
     num_ranks: int
     sizes: Mapping[str, Any]
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = 0.01
+    """The largest accepted relative error of the predicted memory."""
+
+    @property
+    def ranks(self) -> range:
+        """Return one rank of each stage; the other ranks need the same memory."""
+        return range(0, self.num_ranks, self.num_ranks // self.sizes.get("pp_size", 1))
 
     def __str__(self) -> str:
         given = ", ".join(f"{name}={value}" for name, value in {**self.sizes, **self.trainer}.items())
@@ -99,7 +106,8 @@ CASES = [
     Case("Llama", 4, {"dp_shard_size": 2, "cp_size": 2}),
     Case("Mixtral", 2, {"dp_shard_size": 2}),
     Case("Mixtral", 2, {"dp_shard_size": 2, "ep_size": 2}),
-    Case("Mixtral", 2, {"tp_size": 2}),
+    # The prediction spreads tokens equally over experts, and the router of this model does not.
+    Case("Mixtral", 2, {"tp_size": 2}, tolerance=0.05),
     Case("CNN", 2, {"dp_replicate_size": 2}),
     Case("CNN", 2, {"dp_shard_size": 2}),
     Case("CNN", 2, {"dp_shard_size": 2, "activation_checkpointing": "full"}),

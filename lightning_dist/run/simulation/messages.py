@@ -22,12 +22,12 @@ class Echo:
         self._sent: dict[int, Tensor] = {}
         """The message that was sent last under each tag."""
         self._rules: Mapping[str, Callable[[Sequence[Any]], None]] = {
-            "allgather_": _all_gather,
-            "_allgather_base_": _all_gather_base,
-            "_reduce_scatter_base_": _reduce_scatter_base,
-            "alltoall_base_": _all_to_all_base,
+            "allgather": _all_gather,
+            "allgather_base": _all_gather_base,
+            "reduce_scatter_base": _reduce_scatter_base,
+            "alltoall_base": _all_to_all_base,
             "send": self._send,
-            "recv_": self._receive,
+            "recv": self._receive,
         }
 
     @torch.no_grad()
@@ -41,7 +41,7 @@ class Echo:
             name: Name of the operation in torch's namespace ``c10d``.
             args: Its arguments.
         """
-        rule = self._rules.get(name)
+        rule = self._rules.get(name.strip("_"))
         if rule is not None:
             rule(args)
 

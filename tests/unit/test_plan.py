@@ -1,0 +1,84 @@
+"""Test the layouts of a plan, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_dist.cli import main
+from lightning_dist.cli.plan import parse_memory
+from lightning_dist.plugins.planning import Layout, Planned, layouts_of
+
+FLAGS = [
+    "--model=tests.unit.test_cli_fit.Net",
+    "--data=tests.unit.test_cli_fit.Data",
+    "--trainer.accelerator=cpu",
+]
+
+
+def planned(*arguments: str) -> int:
+    sys.argv = ["lightning-dist", "plan", *FLAGS, *arguments]
+    try:
+        return main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+@pytest.mark.parametrize(("num_nodes", "num_devices"), [(1, 1), (1, 4), (2, 8), (3, 6), (8, 8)])
+def test_layouts_use_all_ranks_and_split_layers_within_a_node(num_nodes: int, num_devices: int) -> None:
+    found = layouts_of(num_nodes, num_devices)
+    assert len(found) == len(set(found))
+    assert all(layout.num_ranks == num_nodes * num_devices for layout in found)
+    assert all(num_devices % (layout.tp * layout.cp) == 0 for layout in found)
+    assert found[0] == Layout(num_nodes * num_devices)
+
+
+def test_layouts_of_two_nodes() -> None:
+    assert [str(layout) for layout in layouts_of(2, 1)] == ["dp_replicate 2", "dp_shard 2", "pp 2"]
+    assert "dp_replicate 2 x dp_shard 4" in [str(layout) for layout in layouts_of(2, 4)]
+
+
+def test_a_layout_fits_if_it_needs_at_most_90_percent() -> None:
+    assert Planned(Layout(2), 10, 90).fits(100)
+    assert not Planned(Layout(2), 10, 91).fits(100)
+    assert Planned(Layout(2), 10, 91).fits(None)
+    assert not Planned(Layout(2), None, None, "refused").fits(None)
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 GB", 1_500_000_000), ("500MiB", 500 * 2**20)])
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_memory(text) == size
+
+
+def test_the_command_prints_what_fits_and_writes_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert planned("--nodes=2", "--devices=1", "--memory=1GiB", "--write=best.yaml", "--json") == 0
+    of = {(entry["dp_replicate_size"], entry["dp_shard_size"]): entry for entry in json.loads(capsys.readouterr().out)}
+    assert of[2, 1]["fits"]
+    assert of[1, 2]["fits"]
+    assert 0 < of[2, 1]["resident_bytes"] < of[2, 1]["peak_bytes"] < 10_000
+    assert "pipeline" in of[1, 1]["why_not"]
+    best = yaml.safe_load(Path("best.yaml").read_text())
+    assert best["trainer"]["strategy"]["init_args"]["dp_replicate_size"] == 2
+    assert planned("--nodes=2", "--devices=1", "--memory=0.001MiB") == 1
+    assert "The closest is dp_shard 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--devices=2", "--memory=80"], "--memory=80 is no size: give a number and a unit, such as 80GiB, 80GB or 500MiB."),
+        (["--devices=0"], "--devices=0: a plan needs a number of at least 1, such as --devices=8."),
+        (["--trainer.devices=auto"], "--devices=auto: a plan needs a number of at least 1"),
+        (["--memroy=80GiB"], "did you mean '--memory'?"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(*arguments) == 2
+    assert text in capsys.readouterr().err
