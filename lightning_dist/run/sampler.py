@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_dist.model.own_generators import GENERATORS, get_state, set_state
@@ -22,6 +22,9 @@ class ResumableSampler(DistributedSampler[Any]):
 
     The position to resume at counts the samples of all ranks, so that it is valid for another number of ranks: each
     sample that was not seen before is seen once in the rest of the epoch, up to padding or ``drop_last``.
+
+    A shuffled epoch takes 8 bytes for each sample of the dataset while the order is drawn, and then 8 bytes for each
+    sample of this rank. torch's class makes lists of Python integers, which take seven times as much.
 
     Attributes:
         running_epoch: Epoch of the current iteration, even if ``set_epoch`` has already chosen the next one.
@@ -73,21 +76,39 @@ class ResumableSampler(DistributedSampler[Any]):
         self._entry = None
         order = self._whole_order()
         rest = order[start:]
-        surplus = len(rest) % self.num_replicas
-        if surplus and self.drop_last:
-            rest = rest[:-surplus]
-        elif surplus:
-            missing = self.num_replicas - surplus
-            rest += (order * math.ceil(missing / len(order)))[:missing]
-        return iter(rest[self.rank :: self.num_replicas])
+        num_rows, surplus = divmod(len(rest), self.num_replicas)
+        own, padding = rest[self.rank :: self.num_replicas], order[:0]
+        if self.drop_last:
+            own = own[:num_rows]
+        elif 0 < surplus <= self.rank:  # The last row is filled up from the beginning of the order.
+            first = (self.rank - surplus) % len(order)
+            padding = order[first : first + 1]
+        parts = [own, padding]
+        if self.num_replicas > 1:  # The other ranks' indices are freed.
+            parts = [part.clone() if isinstance(part, Tensor) else part for part in parts]
+        return _in_pieces(*parts)
 
-    def _whole_order(self) -> list[Any]:
-        """Return the indices of the running epoch in the order in which all ranks together see them."""
-        whole: DistributedSampler[Any] = DistributedSampler(
-            self.dataset, num_replicas=1, rank=0, shuffle=self.shuffle, seed=self.seed
-        )
-        whole.set_epoch(self.running_epoch)
-        return list(whole)
+    def _whole_order(self) -> Sequence[Any] | Tensor:
+        """Return the indices of the running epoch in the order in which all ranks together see them.
+
+        The numbers are those that torch's ``DistributedSampler`` draws for a single rank.
+        """
+        num_samples = len(self.dataset)  # type: ignore[arg-type]  # torch does not say that it has a length
+        if not self.shuffle:
+            return range(num_samples)
+        return torch.randperm(num_samples, generator=torch.Generator().manual_seed(self.seed + self.running_epoch))
+
+
+def _in_pieces(*sequences: Sequence[Any] | Tensor) -> Iterator[Any]:
+    """Yield the items of ``sequences``, and make Python integers of a few thousand elements of a tensor at a time."""
+    for items in sequences:
+        for start in range(0, len(items), _PIECE):
+            piece = items[start : start + _PIECE]
+            yield from piece.tolist() if isinstance(piece, Tensor) else piece
+
+
+_PIECE = 4096
+"""Number of indices that are Python integers at the same time."""
 
 
 class DealtSampler(ResumableSampler):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_dist.run.sampler import DealtSampler, ResumableSampler
+from lightning_dist.run.telemetry import bytes_in_use, peak_bytes_since, reset_peak
 
 LENGTH = 23
 
@@ -46,6 +47,54 @@ def test_the_sampler_continues_with_the_rest_of_the_same_order(num_replicas: int
     whole = order(num_replicas, drop_last=drop_last)
     rest = order(num_replicas, num_seen=2 * num_replicas, drop_last=drop_last)
     assert rest == [indices[2:] for indices in whole]
+
+
+RECORDED = [
+    (11, 3, True, False, 0, [[10, 8, 0, 2], [5, 1, 4, 9], [6, 7, 3, 10]]),
+    (11, 3, True, True, 0, [[10, 8, 0], [5, 1, 4], [6, 7, 3]]),
+    (11, 3, True, False, 4, [[1, 4, 9], [7, 3, 10], [0, 2, 5]]),
+    (11, 2, True, True, 5, [[7, 4, 2], [0, 3, 9]]),
+    (3, 8, True, False, 0, [[1], [0], [2], [1], [0], [2], [1], [0]]),
+    (3, 8, True, False, 2, [[2], [1], [0], [2], [1], [0], [2], [1]]),
+    (3, 8, True, True, 1, [[], [], [], [], [], [], [], []]),
+    (11, 3, True, False, 11, [[], [], []]),
+    (11, 3, False, False, 0, [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 0]]),
+    (11, 3, False, True, 0, [[0, 3, 6], [1, 4, 7], [2, 5, 8]]),
+    (11, 3, False, False, 4, [[4, 7, 10], [5, 8, 0], [6, 9, 1]]),
+    (11, 2, False, True, 5, [[5, 7, 9], [6, 8, 10]]),
+    (3, 8, False, False, 0, [[0], [1], [2], [0], [1], [2], [0], [1]]),
+    (3, 8, False, False, 2, [[2], [0], [1], [2], [0], [1], [2], [0]]),
+    (3, 8, False, True, 1, [[], [], [], [], [], [], [], []]),
+    (11, 3, False, False, 11, [[], [], []]),
+]
+"""For a number of samples, a number of ranks, ``shuffle``, ``drop_last`` and a number of samples that were seen before:
+the indices of each rank in epoch 1 with seed 3, recorded when the order was a list that repeated itself for padding."""
+
+
+@pytest.mark.parametrize(("length", "num_ranks", "shuffle", "drop_last", "num_seen", "recorded"), RECORDED)
+def test_runs_resume_in_the_order_of_checkpoints_of_earlier_versions(
+    length: int, num_ranks: int, shuffle: bool, drop_last: bool, num_seen: int, recorded: list[list[int]]
+) -> None:
+    ranks = []
+    for rank in range(num_ranks):
+        sampler = ResumableSampler(range(length), num_ranks, rank, shuffle, seed=3, drop_last=drop_last)
+        sampler.enter(1, num_seen)
+        ranks.append(list(sampler))
+    assert ranks == recorded
+    assert all(type(index) is int for indices in ranks for index in indices)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("num_ranks", [1, 1024])
+def test_an_epoch_takes_at_most_nine_bytes_for_each_sample(num_ranks: int) -> None:
+    cpu, num_samples = torch.device("cpu"), 4_000_000
+    torch.randperm(10)  # What torch allocates once is not counted.
+    reset_peak(cpu)
+    before = bytes_in_use(cpu)
+    assert before is not None
+    num_drawn = sum(1 for _ in ResumableSampler(range(num_samples), num_ranks, rank=0, seed=3))
+    assert num_drawn == -(-num_samples // num_ranks)
+    assert (peak_bytes_since(cpu) - before) / num_samples <= 9
 
 
 def test_another_number_of_ranks_gets_each_remaining_sample_once() -> None:
