@@ -2,10 +2,12 @@
 
 The modules, from the lowest layer up:
 
+- ``sections``: Describes by a rule which part of each sharded tensor a rank has written, and where in its file it is.
 - ``manifest``: Lists a checkpoint's files and tensors, with digests.
 - ``storage``: Defines the interface of a storage; ``file_system`` and ``object_store`` implement it, so that a
   checkpoint appears atomically; ``locate`` picks the storage for a path.
-- ``tensors``: Decides which rank writes and reads which part of each tensor.
+- ``parts``: Decides which rank writes which part of each tensor, and describes the parts for the manifest.
+- ``tensors``: Reads the parts of tensors that a rank needs.
 - ``snapshot``: Splits a checkpoint's dictionary into its tensors and the rest.
 - ``format``: Writes, verifies and reads a checkpoint.
 - ``writer``: Writes checkpoints in the background.

@@ -17,7 +17,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,12 +32,12 @@ from lightning_dist.checkpoint.manifest import (
     CheckpointNotFoundError,
     FileEntry,
     Manifest,
-    TensorEntry,
     new_digest,
 )
+from lightning_dist.checkpoint.parts import Written, gathered, merged, merged_sections, own_parts, write_tensors
 from lightning_dist.checkpoint.snapshot import Snapshot, put_back, references, unpickled
 from lightning_dist.checkpoint.storage import CheckpointStorage, Reader
-from lightning_dist.checkpoint.tensors import merged, own_parts, read_tensors, write_tensors
+from lightning_dist.checkpoint.tensors import read_tensors
 from lightning_dist.mesh.consensus import OtherRankError, raise_on_all_ranks
 
 __all__ = [
@@ -95,7 +95,7 @@ def write(
         path: Path of the checkpoint; the same on all ranks, in a storage that all of them share.
         snapshot: This rank's part of the checkpoint, from :func:`~lightning_dist.checkpoint.snapshot.take_snapshot`.
         group: Process group of all processes; None: the default group.
-        parts: Copies of this rank's :func:`~lightning_dist.checkpoint.tensors.own_parts`; None: use the live tensors.
+        parts: Copies of this rank's :func:`~lightning_dist.checkpoint.parts.own_parts`; None: use the live tensors.
 
     Returns:
         The time of the save in seconds since the epoch, as the manifest has it in ``saved_at``, and on the first rank
@@ -113,15 +113,16 @@ def write(
                 place.begin(save_id)
                 _check_space(place, snapshot, num_ranks)
         with raise_on_all_ranks("writing its files", group):
-            written = _write_files(place, save_id, snapshot, parts, rank)
-        written_by_rank, num_bytes = _gathered(written, num_ranks, group), 0
+            files, written = _write_files(place, save_id, snapshot, parts, rank)
+        of_ranks, num_bytes = gathered(files, written, num_ranks, group), 0
         with raise_on_all_ranks("putting it in place", group):
-            if is_first:
-                files = {name: entry for files, _ in written_by_rank for name, entry in files.items()}
-                tensors = merged(tensors for _, tensors in written_by_rank)
-                if absent := sorted(snapshot.names - tensors.keys()):
+            if of_ranks is not None:
+                files = {name: entry for of_rank in of_ranks for name, entry in of_rank.files.items()}
+                listed, sections = merged(of_rank.listed for of_rank in of_ranks), merged_sections(of_ranks)
+                prefix, about = place.prefix(save_id), dict(snapshot.about)
+                manifest = Manifest(files, listed, num_ranks, saved_at, about, sections, prefix)
+                if absent := sorted(snapshot.names - manifest.tensors.keys()):
                     raise CheckpointError(f"no rank has written {absent[0]}")
-                manifest = Manifest(files, tensors, num_ranks, saved_at, dict(snapshot.about))
                 place.commit(save_id, manifest.encode())
                 num_bytes = manifest.num_bytes
         return saved_at, num_bytes
@@ -142,13 +143,10 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
     )
 
 
-_Written = tuple[dict[str, FileEntry], dict[str, TensorEntry]]
-
-
 def _write_files(
     place: CheckpointStorage, save_id: str, snapshot: Snapshot, parts: Mapping[str, torch.Tensor] | None, rank: int
-) -> _Written:
-    """Write this rank's files, and return the entries of these files and of the tensors in them."""
+) -> tuple[dict[str, FileEntry], Written]:
+    """Write this rank's files, and return their entries and the description of the tensors in them."""
     prefix = place.prefix(save_id)
     try:
         file = place.create(save_id, f"{prefix}rank_{rank}.bin")
@@ -158,9 +156,8 @@ def _write_files(
             " system that all ranks share"
         ) from error
     try:
-        tensors = write_tensors(
-            file, snapshot.tensors, own_parts(snapshot.tensors, is_first=rank == 0) if parts is None else parts
-        )
+        own = own_parts(snapshot.tensors, is_first=rank == 0) if parts is None else parts
+        written = write_tensors(file, snapshot.tensors, own, rank)
     except BaseException:
         file.abandon()
         raise
@@ -169,20 +166,7 @@ def _write_files(
         if content:
             file = place.create(save_id, f"{prefix}{name}")
             files[file.name] = file.write_all(content)
-    return files, tensors
-
-
-def _gathered(written: _Written, num_ranks: int, group: dist.ProcessGroup | None) -> list[_Written]:
-    """Gather on the first rank what every rank has written, and return an empty list on the others.
-
-    This is a collective over ``group``.
-    """
-    if not dist.is_initialized():
-        return [written]
-    written_by_rank: list[Any] = [None] * num_ranks
-    is_first = dist.get_rank(group) == 0
-    dist.gather_object(written, written_by_rank if is_first else None, group=group, group_dst=0)
-    return written_by_rank if is_first else []
+    return files, written
 
 
 def _check_space(place: CheckpointStorage, snapshot: Snapshot, num_ranks: int) -> None:
@@ -343,9 +327,13 @@ def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple
 
 
 def _check_small_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> list[str]:
-    """Check this rank's share of the files without tensors, and return the names of the files with tensors."""
-    _check_sizes(reader, manifest, check)
-    mine = _share_of(manifest, share) if check == "full" else []
+    """Check this rank's share of the files without tensors, and return the names of its files with tensors.
+
+    The sizes of files with tensors are checked as well.
+    """
+    share_of_rank = _share_of(manifest, share) if check != "off" else []
+    _check_sizes(reader, manifest, share_of_rank)
+    mine = share_of_rank if check == "full" else []
     for name in mine:
         if not name.endswith(".bin"):
             _check_digest(reader, manifest, name)
@@ -363,8 +351,9 @@ def _share_of(manifest: Manifest, share: tuple[int, int]) -> list[str]:
     return sorted(name for name, writer in writers.items() if writer % num_ranks == rank)
 
 
-def _check_sizes(reader: Reader, manifest: Manifest, check: Verify) -> None:
-    for name, entry in manifest.files.items() if check != "off" else ():
+def _check_sizes(reader: Reader, manifest: Manifest, names: Iterable[str]) -> None:
+    for name in names:
+        entry = manifest.files[name]
         try:
             size = reader.size(name)
         except FileNotFoundError:
@@ -394,7 +383,11 @@ def _content(reader: Reader, manifest: Manifest, name: str, optional: bool = Fal
 
 def _read_file(reader: Reader, name: str, size: int) -> bytearray:
     content = bytearray(size)
-    if reader.read_into(name, 0, memoryview(content)) != size:
+    try:
+        num_read = reader.read_into(name, 0, memoryview(content))
+    except FileNotFoundError:
+        raise CheckpointError(f"its file {name} is missing") from None
+    if num_read != size:
         raise CheckpointError(f"its file {name} is too short")
     return content
 

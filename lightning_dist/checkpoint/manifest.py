@@ -3,24 +3,28 @@
 ``manifest.json`` has two lines: JSON, and the digest of that JSON. It is written last, so that a directory without a
 manifest is not a checkpoint. Digests are XXH3-128: they detect accidental damage and are as fast as the disk, but do
 not protect against deliberate changes.
+
+DTensors are described by :class:`~lightning_dist.checkpoint.sections.Section`, so that the manifest does not grow with
+the product of tensors and ranks. Of other tensors, and of all tensors in version 1 of the format, it lists the chunks.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import xxhash
 
+from lightning_dist.checkpoint.sections import Chunk, Section, SectionChunks, SectionFiles
+
 __all__ = [
     "MANIFEST",
     "CheckpointError",
     "CheckpointNotFoundError",
-    "Chunk",
     "FileEntry",
     "Manifest",
     "TensorEntry",
@@ -29,7 +33,8 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _FORMAT = "lightning-dist checkpoint"
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, 2)
 
 
 class CheckpointError(RuntimeError):
@@ -59,35 +64,18 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Describe a rectangular block of a tensor's elements, stored contiguously and in C order in one file.
-
-    Args:
-        file: Name of the file, a key of :attr:`Manifest.files`.
-        start: Position of the first byte in the file.
-        offsets: First index of the block in the tensor, per dimension.
-        sizes: Number of elements of the block, per dimension.
-    """
-
-    file: str
-    start: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class TensorEntry:
     """Describe a tensor of a checkpoint.
 
     Args:
         shape: Shape of the whole tensor.
         dtype: torch's name of the dtype, such as ``"float32"``.
-        chunks: Blocks that together cover the whole tensor.
+        chunks: Blocks that together cover the whole tensor: a list of them, or what makes them by a rule.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...] | SectionChunks
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -101,9 +89,14 @@ class TensorEntry:
             raise CheckpointError(f"a tensor has dtype {self.dtype}, which torch {torch.__version__} does not know")
         return dtype
 
-    def num_bytes(self, chunk: Chunk) -> int:
-        """Return the number of bytes that ``chunk`` takes in its file."""
-        return math.prod(chunk.sizes) * self.torch_dtype.itemsize
+    def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Chunk]:
+        """Return the chunks that may have elements in common with a block; only these are made by a rule.
+
+        Args:
+            offsets: First index of the block, per dimension.
+            sizes: Number of its elements, per dimension.
+        """
+        return iter(self.chunks) if isinstance(self.chunks, tuple) else self.chunks.within(offsets, sizes)
 
 
 @dataclass(frozen=True)
@@ -112,17 +105,28 @@ class Manifest:
 
     Args:
         files: Entries of all files except the manifest, by file name.
-        tensors: Entries of all tensors, by path in the checkpoint's dictionary, joined by ``/``.
+        listed: Entries of the tensors whose chunks are listed, by path in the checkpoint's dictionary, joined by ``/``.
         world_size: Number of ranks that wrote the checkpoint.
         saved_at: Time of the save, in seconds since the epoch.
         about: Values to show where checkpoints are listed; plain JSON.
+        sections: The sections of all other tensors.
+        prefix: What the names of files begin with.
     """
 
     files: Mapping[str, FileEntry]
-    tensors: Mapping[str, TensorEntry]
+    listed: Mapping[str, TensorEntry]
     world_size: int
     saved_at: float
     about: Mapping[str, Any] = field(default_factory=dict)
+    sections: Sequence[Section] = ()
+    prefix: str = ""
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Return the entries of all tensors, by path in the checkpoint's dictionary, joined by ``/``."""
+        by_rule = SectionFiles(self.sections, self.prefix).tensors()
+        entries = {name: TensorEntry(layout.shape, layout.dtype, chunks) for name, (layout, chunks) in by_rule.items()}
+        return {**self.listed, **entries}
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +135,16 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the bytes of ``manifest.json``."""
-        content = json.dumps({"format": _FORMAT, "version": _VERSION, **vars(self)}, default=vars).encode()
+        fields = {
+            "files": self.files,
+            "tensors": self.listed,
+            "world_size": self.world_size,
+            "saved_at": self.saved_at,
+            "about": self.about,
+            "sections": [section.encode() for section in self.sections],
+            "prefix": self.prefix,
+        }
+        content = json.dumps({"format": _FORMAT, "version": _VERSION, **fields}, default=vars).encode()
         return content + b"\n" + _digest_of(content)
 
     @classmethod
@@ -153,13 +166,14 @@ class Manifest:
             raise CheckpointError(f"its {MANIFEST} is not that of a lightning-dist checkpoint")
         if not is_whole:
             raise CheckpointError(f"its {MANIFEST} is damaged: its digest does not match its content")
-        if version != _VERSION:
-            raise CheckpointError(f"it has format version {version}; this lightning-dist reads version {_VERSION}")
-        if any(name.startswith("/") or ".." in name.split("/") for name in fields["files"]):
+        if version not in _READABLE:
+            raise CheckpointError(f"it has format version {version}; this lightning-dist reads version 1 to {_VERSION}")
+        prefix = fields.get("prefix", "")
+        if any(name.startswith("/") or ".." in name.split("/") for name in (*fields["files"], prefix)):
             raise CheckpointError("it names files outside of itself")
         return cls(
             files={name: FileEntry(**entry) for name, entry in fields["files"].items()},
-            tensors={
+            listed={
                 key: TensorEntry(
                     tuple(entry["shape"]),
                     entry["dtype"],
@@ -173,6 +187,8 @@ class Manifest:
             world_size=fields["world_size"],
             saved_at=fields["saved_at"],
             about=fields["about"],
+            sections=[Section.decode(section) for section in fields.get("sections", ())],
+            prefix=prefix,
         )
 
 

@@ -26,8 +26,8 @@ from lightning_dist._compat import local_of, version_of
 from lightning_dist.checkpoint.format import Path, not_written, read_manifest, verify, write
 from lightning_dist.checkpoint.locate import storage_at
 from lightning_dist.checkpoint.manifest import CheckpointError
+from lightning_dist.checkpoint.parts import own_parts
 from lightning_dist.checkpoint.snapshot import Snapshot
-from lightning_dist.checkpoint.tensors import own_parts
 from lightning_dist.mesh.consensus import raise_on_all_ranks
 
 __all__ = ["Save", "Writer"]

@@ -236,7 +236,7 @@ def test_resuming_from_a_bad_checkpoint_raises_on_every_rank_and_changes_no_weig
     (damaged / "rank_2.bin").write_bytes(shard)
     (future := tmp_path / "future").mkdir()
     manifest = read_manifest(good)
-    encoded = manifest.encode().partition(b"\n")[0].replace(b'"version": 1', b'"version": 99')
+    encoded = manifest.encode().partition(b"\n")[0].replace(b'"version": 2', b'"version": 99')
     (future / "manifest.json").write_bytes(encoded + b"\n" + xxhash.xxh3_128(encoded).hexdigest().encode())
     (good / "rank_1.bin").unlink()
 
@@ -249,7 +249,7 @@ def test_resuming_from_a_bad_checkpoint_raises_on_every_rank_and_changes_no_weig
         (other_size, r"The checkpoint's model.norm.weight has shape \(7,\), the model's \(20,\)"),
         (good, f"The checkpoint {good} cannot be read: its file rank_1.bin is missing"),
         (damaged, f"The checkpoint {damaged} cannot be read: its file rank_2.bin is damaged"),
-        (future, "it has format version 99; this lightning-dist reads version 1"),
+        (future, "it has format version 99; this lightning-dist reads version 1 to 2"),
     ]
     for errors in pool.run(resume_each, 4, [str(path) for path, _ in bad]):  # Every rank raises the errors.
         for (_, expected), error in zip(bad, errors, strict=True):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from lightning_dist.checkpoint import CheckpointError, read_for_rank, read_manifest, take_snapshot, write
 from lightning_dist.checkpoint.manifest import TensorEntry
-from lightning_dist.checkpoint.tensors import merged
+from lightning_dist.checkpoint.parts import merged
 from tests.pool import WorkerPool
 
 SHAPES = {"large": (40, 33), "uneven": (7, 3), "few": (2, 5), "empty": (0, 4), "one": (), "long": (1001,)}
