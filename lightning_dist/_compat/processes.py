@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -118,7 +119,8 @@ def new_group_of(ranks: Sequence[int], backend: str, description: str) -> dist.P
         description: Description of the group, for logs and reports of hangs.
     """
     made = _num_made.setdefault(default_group(), Counter())
-    name = f"{description} of {', '.join(map(str, ranks))}"
+    # The store keeps the name, so that it must not grow with the number of ranks.
+    name = f"{description} of {len(ranks)} ranks, {hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}"
     made[name] += 1
     own = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *args, **kwargs: GroupName(f"{name}, {made[name]}")

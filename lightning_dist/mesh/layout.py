@@ -206,7 +206,8 @@ class ParallelLayout:
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """Build the device mesh over all processes, with one dimension for each axis that does not join another one.
 
-        The default process group must be initialised. Axes of size 1 are left out, unless they split the batch.
+        The default process group must be initialised. Axes of size 1 are left out, except ``dp_shard``: for
+        such an axis, torch makes a group for each rank of the world on every rank.
 
         Args:
             device_type: Device type of the mesh, such as ``"cpu"`` or ``"cuda"``.
@@ -216,7 +217,7 @@ class ParallelLayout:
             size = self.sizes[axis.name]
             if axis.joins is not None:
                 sizes[axis.joins] *= size
-            elif axis.splits_batch or size > 1:
+            elif axis.name == "dp_shard" or size > 1:
                 sizes[axis.name] = size
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

@@ -61,6 +61,7 @@ class ReplicaComparison(SavedState):
 
     def __init__(self, mesh: DeviceMesh, every_n_steps: int | None) -> None:
         self._mesh = mesh
+        self._has_replicas = "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh["dp_replicate"].size() > 1
         self._every_n_steps = every_n_steps
         self._num_steps = 0
 
@@ -75,7 +76,7 @@ class ReplicaComparison(SavedState):
             ReplicasDifferError: On every rank, if any parameter differs.
         """
         self._num_steps += 1
-        if self._every_n_steps and self._num_steps % self._every_n_steps == 0:
+        if self._has_replicas and self._every_n_steps and self._num_steps % self._every_n_steps == 0:
             check_replicas(self._module, self._mesh)
 
     def state(self) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class ReplicaComparison(SavedState):
 
     def table_rows(self) -> Rows:
         """Return a row that says whether replicas are compared, if there are any."""
-        if self._mesh["dp_replicate"].size() > 1:
+        if self._has_replicas:
             every = self._every_n_steps
             yield "replicas", f"compared every {every} optimizer steps" if every else "not compared"
 

@@ -43,6 +43,7 @@ from lightning_dist.techniques.protocol import (
 )
 from lightning_dist.techniques.sharding import _compat
 from lightning_dist.techniques.sharding._compat import ShardedGroup, WrapShard
+from lightning_dist.techniques.sharding.many_ranks import OneEmptyShard
 from lightning_dist.techniques.sharding.same_path import Action, SamePath
 from lightning_dist.techniques.sharding.unused_parameters import UnusedParameters
 
@@ -186,15 +187,16 @@ class Sharding(ParameterForms):
             if (dtype := self._own_dtype(owner)) is not None
             for param in owner.parameters(recurse=False)
         }
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
-            reshard_after_forward=False if stays_gathered else reshards,
-            mp_policy=self._policy,
-            offload_policy=self._offload,
-            ignored_params=set(self._module.parameters()) - set(unit.params.values()),
-            shard_placement_fn=self._placement if self._shard_dims else None,
-        )
+        with OneEmptyShard():
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=mesh,
+                reshard_after_forward=False if stays_gathered else reshards,
+                mp_policy=self._policy,
+                offload_policy=self._offload,
+                ignored_params=set(self._module.parameters()) - set(unit.params.values()),
+                shard_placement_fn=self._placement if self._shard_dims else None,
+            )
         group = _compat.sharded_group(modules[0])
         group.count_bytes = self._count_bytes
         group.count_bytes_to_replicas = self._count_bytes_to_replicas
