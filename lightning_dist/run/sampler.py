@@ -23,8 +23,8 @@ class ResumableSampler(DistributedSampler[Any]):
     The position to resume at counts the samples of all ranks, so that it is valid for another number of ranks: each
     sample that was not seen before is seen once in the rest of the epoch, up to padding or ``drop_last``.
 
-    A shuffled epoch takes 8 bytes for each sample of the dataset while the order is drawn, and then 8 bytes for each
-    sample of this rank. torch's class makes lists of Python integers, which take seven times as much.
+    A shuffled epoch takes 8 bytes for each sample of the dataset, and with 16 ranks or more keeps only those of this
+    rank's samples. torch's class makes lists of Python integers, which take seven times as much.
 
     Attributes:
         running_epoch: Epoch of the current iteration, even if ``set_epoch`` has already chosen the next one.
@@ -84,7 +84,7 @@ class ResumableSampler(DistributedSampler[Any]):
             first = (self.rank - surplus) % len(order)
             padding = order[first : first + 1]
         parts = [own, padding]
-        if self.num_replicas > 1:  # The other ranks' indices are freed.
+        if self.num_replicas >= _MANY:  # The other ranks' indices are freed; the copy takes little beside them.
             parts = [part.clone() if isinstance(part, Tensor) else part for part in parts]
         return _in_pieces(*parts)
 
@@ -106,6 +106,9 @@ def _in_pieces(*sequences: Sequence[Any] | Tensor) -> Iterator[Any]:
             piece = items[start : start + _PIECE]
             yield from piece.tolist() if isinstance(piece, Tensor) else piece
 
+
+_MANY = 16
+"""Number of ranks from which on a rank keeps only a copy of its own indices."""
 
 _PIECE = 4096
 """Number of indices that are Python integers at the same time."""

@@ -85,7 +85,7 @@ def test_runs_resume_in_the_order_of_checkpoints_of_earlier_versions(
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("num_ranks", [1, 1024])
+@pytest.mark.parametrize("num_ranks", [1, 2, 16, 1024])
 def test_an_epoch_takes_at_most_nine_bytes_for_each_sample(num_ranks: int) -> None:
     cpu, num_samples = torch.device("cpu"), 4_000_000
     torch.randperm(10)  # What torch allocates once is not counted.
