@@ -265,8 +265,8 @@ def _end(trace: str, num_lines: int = 12) -> str:
 
 
 def _sentence(error: str) -> str:
-    """Return the message of an error on one line, without the name of its class."""
-    return " ".join(error.partition(": ")[2].split())
+    """Return the message of an error on one line, without the name of its class and the folder of this repository."""
+    return " ".join(error.partition(": ")[2].split()).replace(f"{Path(__file__).parents[2]}/", "")
 
 
 def _joined(column: str, ranks: list[Observed]) -> dict[str, Any]:
