@@ -92,6 +92,7 @@ CASES = [
     Case("GPT", 2, {"dp_shard_size": 2}),
     Case("GPT", 2, {"tp_size": 2}),
     Case("GPT", 2, {"cp_size": 2}),
+    Case("GPT", 2, {"cp_size": 2, "attention": "all_gather"}),
     Case("GPT", 2, {"pp_size": 2, "num_microbatches": 4}),
     Case("GPT", 2, {"dp_replicate_size": 2}),
     Case("GPT", 4, {"dp_shard_size": 2, "dp_replicate_size": 2}),

@@ -70,3 +70,10 @@ def test_the_parts_of_all_ranks_are_the_attention_of_the_whole_sequence(
     for grad, wanted in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-12)
     assert all(mask is None or isinstance(mask, CausalBias) for mask in masks)  # None is a tensor of all pairs.
+
+
+def test_the_bias_of_a_long_sequence_takes_no_memory() -> None:
+    bias = attention._lower_right(2**17, 2**20)
+    assert isinstance(bias, CausalBias)
+    assert (bias.seq_len_q, bias.seq_len_kv) == (2**17, 2**20)
+    assert bias.untyped_storage().nbytes() == 0  # torch's own would take a terabyte.
