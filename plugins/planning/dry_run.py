@@ -64,24 +64,25 @@ def dry_run(
     """Run two optimizer steps of a training as one rank of many, in one process, without sending or computing.
 
     The strategy, the Trainer's loops, the module's step and the optimizers run as in a real training. Only tensors have
-    no values (see :class:`lightning_dist.run.simulation.tensors.ValuelessTensors`). This happens in a process that is
-    forked from this one, so that nothing of it is left.
+    no values (see :class:`lightning_dist.run.simulation.tensors.ValuelessTensors`). This happens in a process of its
+    own, so that nothing of it is left.
 
     Args:
         make: Function that makes the module, its data (a loader, a data module, or None if the module has loaders), and
-            the arguments of the Trainer, with the strategy as an object. It is called in the simulation, so that a
-            model that is larger than this machine's memory can be made in a constructor.
+            the arguments of the Trainer, with the strategy as an object. It must be one that can be pickled, such as a
+            function at module level. It is called in the simulation, so that a model that is larger than this
+            machine's memory can be made in a constructor.
         num_nodes: Number of nodes of the training.
         num_devices: Number of devices of a node.
         rank: The rank that is simulated, in ``[0, num_nodes * num_devices)``.
         backend: Backend over which the ranks communicate, ``"gloo"`` or ``"nccl"``.
 
     Raises:
-        RuntimeError: If the data end before the second step, or the forked process ends by a signal.
+        RuntimeError: If the data end before the second step, or the process of the dry run ends by a signal.
         Exception: What the strategy raises because it refuses the training, or the module because it cannot run
             without values.
     """
-    return in_fork(partial(run_as_rank, make, num_nodes, num_devices, rank, backend))
+    return in_fork(partial(run_as_rank, make, num_nodes, num_devices, rank, backend), from_server=True)
 
 
 def run_as_rank(

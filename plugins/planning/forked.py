@@ -1,4 +1,8 @@
-"""Call functions in processes that are forked from this one, so that they leave nothing behind in it."""
+"""Call functions in processes of their own, so that they leave nothing behind in this one.
+
+A process that is forked from this one begins at once, and has its objects. It cannot run a backward, however, if this
+one has run one before. A process that is forked from a server has imported what it needs, and is given pickled objects.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar, cast
 
 __all__ = ["in_fork", "in_forks"]
@@ -16,37 +20,45 @@ __all__ = ["in_fork", "in_forks"]
 _Result = TypeVar("_Result")
 
 
-def in_fork(function: Callable[[], _Result]) -> _Result:
-    """Call ``function`` in a forked process, and return its result.
+_PRELOADED = "lightning_dist.plugins.planning.dry_run"
+
+
+def in_fork(function: Callable[[], _Result], from_server: bool = False) -> _Result:
+    """Call ``function`` in a process of its own, and return its result.
 
     Args:
-        function: Function whose result can be pickled. It may be a closure, since a forked process has the same memory.
+        function: Function whose result can be pickled.
+        from_server: Whether the process is forked from a server. ``function`` must be one that can be pickled then.
+            Otherwise, it may be a closure, and this process must have run no backward before.
 
     Raises:
         RuntimeError: If the process ends by a signal, such as that of the kernel when memory runs out, or raises an
             error that cannot be pickled.
         Exception: The error that ``function`` raises.
     """
-    ((_, result, error),) = in_forks([function], 1)
+    ((_, result, error),) = in_forks([function], 1, from_server)
     if error is not None:
         raise error
     return cast(_Result, result)
 
 
 def in_forks(
-    functions: Sequence[Callable[[], _Result]], at_once: int
+    functions: Sequence[Callable[[], _Result]], at_once: int, from_server: bool = False
 ) -> Iterator[tuple[int, _Result | None, BaseException | None]]:
-    """Call functions in forked processes, and yield their outcomes as they end.
+    """Call functions in processes of their own, and yield their outcomes as they end.
 
     Args:
         functions: Functions as for :func:`in_fork`.
         at_once: Number of processes that run at the same time.
+        from_server: As for :func:`in_fork`.
 
     Returns:
         Iterator over the index of a function, its result, and its error, one of which is None.
     """
-    context = multiprocessing.get_context("fork")
-    running: dict[Connection, tuple[int, ForkProcess]] = {}
+    context: Any = multiprocessing.get_context("forkserver" if from_server else "fork")
+    if from_server:
+        context.set_forkserver_preload([_PRELOADED])  # This has no effect on a server that runs already.
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
     waiting = list(enumerate(functions))
     try:
         while waiting or running:
@@ -65,7 +77,7 @@ def in_forks(
             process.kill()
 
 
-def _outcome(receiver: Connection, process: ForkProcess) -> tuple[Any, BaseException | None]:
+def _outcome(receiver: Connection, process: BaseProcess) -> tuple[Any, BaseException | None]:
     try:
         result, error = receiver.recv()
     except EOFError:

@@ -37,11 +37,11 @@ def test_what_splits_a_model_lowers_its_memory() -> None:
 def test_many_ranks_are_simulated_in_one_process() -> None:
     few = dry_run(partial(make, Case("GPT", 8, {"dp_shard_size": 8, "dp_replicate_size": 1})), 1, 8)
     many = dry_run(partial(make, Case("GPT", 4096, {"dp_shard_size": 8, "dp_replicate_size": 512})), 512, 8)
-    # Replicas reduce the gradients of a unit in a buffer of its own.
-    assert few.resident == many.resident
-    assert few.peak <= many.peak <= 1.05 * few.peak
+    # Each rank holds the ranks of the mesh, of 4 bytes each.
+    assert many.resident == pytest.approx(few.resident + 4 * 4096, rel=1e-3)
+    assert many.peak == pytest.approx(few.peak + 4 * 4096, rel=1e-3)
 
 
 def test_data_that_end_too_early_are_named() -> None:
     with pytest.raises(RuntimeError, match="a dry run needs 64 batches"):
-        dry_run(partial(make, Case("GPT", 2, {"dp_shard_size": 2}, {"accumulate_grad_batches": 32})), 1, 2)
+        dry_run(partial(make, Case("CNN", 2, {"dp_shard_size": 2}, {"accumulate_grad_batches": 32})), 1, 2)

@@ -200,7 +200,7 @@ def test_commands_run_or_have_no_unknown_option(
         start = next(i for i, word in enumerate(words) if word in ("lightning-dist", "lightning_dist.cli"))
         command, *arguments = words[start + 1 :]
         arguments = [str(existing(word)) if word.endswith(".yaml") else word for word in arguments]
-        if command in ("fit", "validate", "test", "predict", "check", "profile"):
+        if command in ("fit", "validate", "test", "predict", "check", "plan", "profile"):
             assert answer(command, arguments) is None, capsys.readouterr()
         elif command == "doctor":  # It would measure for some seconds.
             make_parser().parse_args(arguments)

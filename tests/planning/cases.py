@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from examples.gpt.model import GPTModule
 from examples.huggingface.model import CausalLM
@@ -41,9 +42,18 @@ def _cnn() -> LightningModule:
     return DigitsModule(num_channels=128, num_blocks=6)
 
 
-def _tokens() -> TensorDataset:
-    tokens = torch.randint(0, 90, (128, 129), generator=torch.Generator().manual_seed(0))
-    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+class _Tokens(Dataset[tuple[Tensor, Tensor]]):
+    """Hold enough sequences for thousands of ranks, which are few different ones."""
+
+    def __init__(self) -> None:
+        self._tokens = torch.randint(0, 90, (128, 129), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return 2**17
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = self._tokens[index % len(self._tokens)]
+        return tokens[:-1], tokens[1:]
 
 
 def _images() -> TensorDataset:
@@ -51,10 +61,10 @@ def _images() -> TensorDataset:
     return TensorDataset(torch.rand(512, 1, 8, 8, generator=generator), torch.arange(512) % 10)
 
 
-MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[], TensorDataset], int]] = {
-    "GPT": (_gpt, _tokens, 8),
-    "Llama": (_llama, _tokens, 8),
-    "Mixtral": (_experts, _tokens, 8),
+MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[], Dataset[Any]], int]] = {
+    "GPT": (_gpt, _Tokens, 8),
+    "Llama": (_llama, _Tokens, 8),
+    "Mixtral": (_experts, _Tokens, 8),
     "CNN": (_cnn, _images, 64),
 }
 """The function that makes each model, that which makes its dataset, and the batch size of a rank."""

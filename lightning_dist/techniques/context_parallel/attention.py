@@ -179,6 +179,6 @@ def _lower_right(num_queries: int, num_keys: int) -> Tensor:
     torch's own tensor has two elements for each pair of a query and a key, which nobody reads (torch 2.13). For a
     million tokens on eight ranks, these are a terabyte of the host's memory.
     """
-    bias = torch.empty(0).as_subclass(CausalBias)  # type: ignore[arg-type]
+    bias = torch.empty(0).as_subclass(CausalBias)
     bias.__init__(CausalVariant.LOWER_RIGHT, num_queries, num_keys)  # type: ignore[misc]
     return bias
