@@ -15,7 +15,7 @@ from tests.thorough import one_in
 TOLERANCE = 0.01
 
 
-@pytest.mark.parametrize("case", one_in(7, CASES), ids=str)
+@pytest.mark.parametrize("case", one_in(11, CASES), ids=str)
 def test_a_dry_run_predicts_the_memory_of_each_rank(pool: WorkerPool, case: Case) -> None:
     measured = pool.run(measure, case.num_ranks, case)
     for rank in case.ranks:
@@ -24,6 +24,7 @@ def test_a_dry_run_predicts_the_memory_of_each_rank(pool: WorkerPool, case: Case
         assert predicted.peak == pytest.approx(measured[rank].peak, rel=case.tolerance)
 
 
+@pytest.mark.thorough
 def test_what_splits_a_model_lowers_its_memory() -> None:
     """A plan that is not carried out in a dry run would predict the memory of the whole model."""
     whole, *split = [
