@@ -49,7 +49,7 @@ def parse_memory(text: str) -> int:
     Raises:
         ValueError: If the text is no number with one of the units GiB, MiB, GB and MB.
     """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*(GiB|MiB|GB|MB)\s*", text)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|GB|MB)\s*", text)
     if found is None:
         raise ValueError(f"--memory={text} is no size: give a number and a unit, such as 80GiB, 80GB or 500MiB.")
     return int(float(found[1]) * _UNITS[found[2]])
@@ -227,8 +227,8 @@ def _print(planned: Sequence[Planned], num_nodes: int, num_devices: int, memory:
     """Print the layouts that fit, those that do not, and those that cannot be used, with the reason."""
     console = Console(highlight=False, soft_wrap=True)
     where = f"{num_nodes} node{'s' * (num_nodes > 1)} with {num_devices} device{'s' * (num_devices > 1)}"
-    limit = "" if memory is None else f", of which each has {_mib(memory)}"
-    console.print(f"Predicted memory of a rank on {where}{limit} (MiB)")
+    limit = "" if memory is None else f", of which each has {_mib(memory)} MiB"
+    console.print(f"Predicted memory of a rank, in MiB, on {where}{limit}")
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for title in ("layout", "activations", "in a step", "between steps", ""):
         table.add_column(title, justify="right" if "step" in title else "left", no_wrap=True)

@@ -74,6 +74,7 @@ def test_the_command_prints_what_fits_and_writes_the_first(
     ("arguments", "text"),
     [
         (["--devices=2", "--memory=80"], "--memory=80 is no size: give a number and a unit, such as 80GiB, 80GB"),
+        (["--devices=2", "--memory=1.2.3GiB"], "--memory=1.2.3GiB is no size"),
         (["--devices=0"], "--devices=0: a plan needs a number of at least 1, such as --devices=8."),
         (["--trainer.devices=auto"], "--devices=auto: a plan needs a number of at least 1"),
         (["--memroy=80GiB"], "did you mean '--memory'?"),

@@ -25,7 +25,7 @@ class Offset(NamedTuple):
     """Hold by how much a clock is ahead of another one.
 
     Args:
-        seconds: Estimate in seconds.
+        seconds: Estimate of the offset in seconds; a negative one means that the clock is behind.
         uncertainty_s: Largest possible error of the estimate in seconds.
     """
 

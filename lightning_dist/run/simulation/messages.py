@@ -39,7 +39,7 @@ class Echo:
 
         Args:
             name: Name of the operation in torch's namespace ``c10d``.
-            args: Its arguments.
+            args: Arguments of the operation, in the order of its schema.
         """
         rule = self._rules.get(name.strip("_"))
         if rule is not None:
