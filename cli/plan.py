@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +21,14 @@ from rich.text import Text
 from typing_extensions import override
 
 from lightning_dist.cli.trainer import TrainerCommand, run_command
-from lightning_dist.plugins.planning import Layout, Planned, layouts_of, plan
+from lightning_dist.plugins.planning import Layout, Planned, find_where, layouts_of, plan
+from lightning_dist.plugins.planning.memory_of import parse_memory
+from lightning_dist.plugins.planning.picture import draw_plan, frontier
 from lightning_dist.plugins.strategies import NDParallelStrategy
+from lightning_dist.run.doctor.profile import MachineProfile
 
-__all__ = ["PlanCommand", "parse_memory", "run"]
+__all__ = ["PlanCommand", "run"]
 
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 _STRATEGY = "lightning_dist.plugins.strategies.NDParallelStrategy"
 _NOTHING_FITS = 1
 
@@ -43,18 +45,6 @@ def run(arguments: Sequence[str]) -> int:
     return run_command(PlanCommand, ["plan", *arguments])
 
 
-def parse_memory(text: str) -> int:
-    """Return the number of bytes that a size such as ``"80GiB"`` stands for.
-
-    Raises:
-        ValueError: If the text is no number with one of the units GiB, MiB, GB and MB.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|GB|MB)\s*", text)
-    if found is None:
-        raise ValueError(f"--memory={text} is no size: give a number and a unit, such as 80GiB, 80GB or 500MiB.")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
 class _Options(Trainer):
     """Declare the options of the command for its parser; no instance of it is made."""
 
@@ -65,11 +55,14 @@ class _Options(Trainer):
         nodes: int | None = None,
         devices: int | None = None,
         memory: str | None = None,
+        device: str | None = None,
+        profile: str | None = None,
         write: str | None = None,
+        png: str | None = None,
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Predict the memory of each layout.
+        """Predict the memory and the time of each layout.
 
         Args:
             model: The module of the configuration.
@@ -77,7 +70,10 @@ class _Options(Trainer):
             nodes: Number of nodes; by default, trainer.num_nodes.
             devices: Number of devices of a node; by default, trainer.devices.
             memory: Memory of a device, such as 80GiB; by default, that of this machine's first GPU, or no limit.
+            device: Device that the plan is for, such as h100, if it is not that of this machine.
+            profile: File with measured figures of the machines, from lightning-dist doctor --write.
             write: File to which the first layout that fits is written, as a configuration for a further -c.
+            png: File to which a picture is written: memory and speed, the parts of steps, and the best layout.
             ckpt_path: Accepted because configurations of a fit may have it; it is not read.
             weights_only: Accepted in the same way.
         """
@@ -128,17 +124,23 @@ class PlanCommand(TrainerCommand):
         nodes: int | None,
         devices: int | None,
         memory: str | None,
+        device: str | None,
+        profile: str | None,
         write: str | None,
+        png: str | None,
         **unused: Any,
     ) -> None:
-        """Predict the memory of all layouts, print it, and exit.
+        """Predict the memory and the time of all layouts, print them, and exit.
 
         Args:
             model: None, since the module is made in the processes of dry runs.
             nodes: Number of nodes; None: as configured.
             devices: Number of devices of a node; None: as configured.
             memory: Memory of a device, such as ``"80GiB"``; None: that of this machine's GPU, or no limit.
+            device: Name of a device that need not be here; None: that of this machine.
+            profile: File of doctor with figures of the machines; None: links are assumed.
             write: File for the first layout that fits; None: none is written.
+            png: File for the picture; None: none is written.
             unused: Options that other commands have.
 
         Raises:
@@ -148,17 +150,21 @@ class PlanCommand(TrainerCommand):
         trainer = self.config.plan.trainer
         num_nodes = _positive("nodes", nodes if nodes is not None else trainer.num_nodes, "--nodes=1")
         num_devices = _positive("devices", devices if devices is not None else trainer.devices, "--devices=8")
-        limit = parse_memory(memory) if memory is not None else _memory_of_gpu()
+        limit = parse_memory(memory, "--memory") if memory is not None else _memory_of_gpu()
         as_json: bool = self.config.plan.json
-        backend = "nccl" if _is_for_gpus(trainer.accelerator) else "gloo"
+        backend = "nccl" if device is not None or _is_for_gpus(trainer.accelerator) else "gloo"
         shares = not self._given_arguments().get("global_batch_size")
         layouts = layouts_of(num_nodes, num_devices)
-        planned = plan(self._make, layouts, limit, backend, shares, _show_progress)
+        figures = None if profile is None else MachineProfile.read(profile)
+        where = find_where(num_devices, backend, device, figures)
+        planned = plan(self._make, layouts, limit, backend, shares, where, on_progress=_show_progress)
         fitting = [one for one in planned if one.fits(limit)]
         if as_json:
             print(json.dumps([_as_dict(one, limit) for one in planned], indent=2))
         else:
             _print(planned, num_nodes, num_devices, limit)
+        if png is not None:
+            draw_plan(planned, limit, num_devices, Path(png))
         if write is not None and fitting:
             Path(write).write_text(self._overlay(fitting[0].layout, num_nodes, num_devices))
             print(f"{write} has the configuration of {fitting[0].layout}.", file=sys.stderr)
@@ -214,32 +220,49 @@ def _show_progress(done: int, all_: int) -> None:
 
 
 def _as_dict(planned: Planned, memory: int | None) -> dict[str, Any]:
+    time = planned.time
     return {
         **planned.layout.arguments,
         "peak_bytes": planned.peak,
         "resident_bytes": planned.resident,
         "fits": planned.fits(memory),
         "why_not": planned.why_not,
+        "step_s": None if time is None else time.total,
+        "step_parts_s": None if time is None else asdict(time),
+        "samples_per_s": planned.samples_per_s,
+        "tokens_per_s": planned.tokens_per_s,
     }
 
 
 def _print(planned: Sequence[Planned], num_nodes: int, num_devices: int, memory: int | None) -> None:
     """Print the layouts that fit, those that do not, and those that cannot be used, with the reason."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     where = f"{num_nodes} node{'s' * (num_nodes > 1)} with {num_devices} device{'s' * (num_devices > 1)}"
     limit = "" if memory is None else f", of which each has {_mib(memory)} MiB"
-    console.print(f"Predicted memory of a rank, in MiB, on {where}{limit}")
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for title in ("layout", "activations", "in a step", "between steps", ""):
-        table.add_column(title, justify="right" if "step" in title else "left", no_wrap=True)
     known = [one for one in planned if one.peak is not None]
-    for one in sorted(known, key=lambda one: not one.fits(memory)):
+    is_timed = any(one.time is not None for one in known)
+    console.print(f"Predicted memory of a rank, in MiB{' and time of a step, in ms,' * is_timed} on {where}{limit}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    columns = ["layout", "activations", "in a step", "between steps", *(_TIMES if is_timed else ()), ""]
+    for title in columns:
+        table.add_column(title, justify="left" if title in ("layout", "activations", "") else "right", no_wrap=True)
+    for one in known:
         fits, activations = one.fits(memory), "recomputed" if one.layout.recomputes else "kept"
         remark = "" if memory is None else "fits" if fits else f"{(one.peak or 0) / memory:.0%} of the device"
-        table.add_row(
-            one.layout.axes, activations, _mib(one.peak), _mib(one.resident), Text(remark, "" if fits else "dim")
-        )
+        cells = [
+            f"{'≈ ' * one.is_estimated}{one.layout.axes}",
+            activations,
+            _mib(one.peak),
+            _mib(one.resident),
+            *(_times(one) if is_timed else ()),
+        ]
+        table.add_row(*cells, Text(remark, "" if fits else "dim"))
     console.print(table)
+    if is_timed:
+        _print_frontier(console, frontier(planned, memory))
+        if any(one.is_estimated for one in known):
+            console.print("≈ is estimated from dry runs of other layouts.")
+        console.print(f"Times: {known[0].time.source if known[0].time else None}.")
     reasons: dict[str, list[str]] = {}
     for one in planned:
         if one.peak is None:
@@ -252,6 +275,32 @@ def _print(planned: Sequence[Planned], num_nodes: int, num_devices: int, memory:
             f"No layout needs at most 90% of a device. The closest is {closest.layout}, which needs"
             f" {_mib(closest.peak)} MiB. Smaller batches, offload or more devices would help."
         )
+
+
+_BAR_WIDTH = 40
+
+
+def _print_frontier(console: Console, best: Sequence[Planned]) -> None:
+    """Print a bar for each layout than which none is faster with as little memory."""
+    if not best:
+        return
+    console.print("Fastest with as much memory, in samples per second:")
+    most = best[-1].samples_per_s
+    for one in best:
+        bar = "█" * max(round(_BAR_WIDTH * one.samples_per_s / most), 1)
+        console.print(f"  {_mib(one.peak):>12} MiB  {bar:<{_BAR_WIDTH}}  {one.samples_per_s:,.0f}  {one.layout}")
+
+
+_TIMES = ("step", "compute", "sending", "other", "samples/s")
+
+
+def _times(planned: Planned) -> list[str]:
+    time = planned.time
+    if time is None:
+        return [""] * len(_TIMES)
+    sending = sum(time.communication.values())
+    seconds = (time.total, time.compute, sending, time.total - time.compute - sending)
+    return [*(f"{1e3 * one:,.1f}" for one in seconds), f"{planned.samples_per_s:,.0f}"]
 
 
 def _mib(num_bytes: int | None) -> str:

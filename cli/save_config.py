@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from typing_extensions import override
 
 from lightning_dist.plugins.loggers import MLflowLogger
+from lightning_dist.plugins.planning.auto_parallel import AutoParallelStrategy
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -34,7 +35,7 @@ class SaveRunConfig(SaveConfigCallback):
         """Write the configuration to the loggers' folder and to MLflow; Lightning calls this once, on rank 0."""
         if not trainer.loggers:
             return
-        text = self._text()
+        text = self._text(trainer)
         folder = _logger_folder(trainer)
         if folder is not None:
             _write_new(folder, self.config_filename, text)
@@ -51,10 +52,22 @@ class SaveRunConfig(SaveConfigCallback):
         """
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         if trainer.is_global_zero and not trainer.loggers and folder is not None:
-            _write_new(str(folder), self.config_filename, self._text())
+            _write_new(str(folder), self.config_filename, self._text(trainer))
 
-    def _text(self) -> str:
-        return self.parser.dump(self.config, skip_link_targets=False, skip_none=False)
+    def _text(self, trainer: Trainer) -> str:
+        """Return the configuration as YAML, with the layout that the strategy has chosen."""
+        text: str = self.parser.dump(self.config, skip_link_targets=False, skip_none=False)
+        strategy = trainer.strategy
+        if not isinstance(strategy, AutoParallelStrategy) or not strategy.chosen_arguments:
+            return text
+        config = yaml.safe_load(text)
+        given = config["trainer"]["strategy"]
+        init_args = given.get("init_args", {}) if isinstance(given, dict) else {}
+        config["trainer"]["strategy"] = {
+            "class_path": "lightning_dist.AutoParallelStrategy",
+            "init_args": {**init_args, **strategy.chosen_arguments},
+        }
+        return yaml.safe_dump(config, sort_keys=False)
 
 
 def _logger_folder(trainer: Trainer) -> str | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_dist.plugins.global_batch import per_rank_batch_size
     from lightning_dist.plugins.loggers import MLflowLogger
     from lightning_dist.plugins.parity_check.check import check
+    from lightning_dist.plugins.planning.auto_parallel import AutoParallelStrategy
     from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
     from lightning_dist.plugins.strategies import (
         CheckpointOptions,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AutoParallelStrategy",
     "CheckpointOptions",
     "ContextParallelStrategy",
     "DataParallelStrategy",
@@ -57,6 +59,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
     _MODULES = {
+        "AutoParallelStrategy": "plugins.planning.auto_parallel",
         "FaultTolerance": "plugins.callbacks",
         "Float8Precision": "plugins.precision",
         "MLflowLogger": "plugins.loggers",
@@ -84,11 +87,13 @@ if not TYPE_CHECKING:
 
 def _extend_lightning() -> None:
     from lightning_dist.checkpoint.whole_files import install
-    from lightning_dist.plugins.strategies import register
+    from lightning_dist.plugins.planning.auto_parallel import AutoParallelStrategy
+    from lightning_dist.plugins.strategies import register, register_strategy
     from lightning_dist.plugins.versions import warn_of_other_versions
 
     warn_of_other_versions()
     register()
+    register_strategy(AutoParallelStrategy)
     install()
 
 

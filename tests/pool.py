@@ -212,6 +212,9 @@ class WorkerPool:
 
 def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> None:
     os.environ.update(environment)
+    # Rank 0 of auto_parallel starts processes, which a process that ends with its parent may not. This one ends when
+    # the connection is closed as well.
+    mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     file = open(os.path.join(stacks, str(os.getpid())), "w")  # noqa: SIM115 - it is open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     watched: Callable[..., Any] = _called

@@ -57,6 +57,8 @@ MEASURES = (
     Measure("perf/exposed_comm_ms", "median", "lower"),
     Measure("perf/bubble", "median", "lower", is_fraction=True),
     Measure("memory/peak_mib", "highest", "lower"),
+    Measure("plan/step_ms_predicted", "last"),
+    Measure("plan/step_ms_error", "last", is_fraction=True),
     Measure("comm/inter_node_mib_per_step", "median", "lower"),
     Measure("comm/*_mib_per_step", "median", "lower"),
     Measure("checkpoint/stall_ms", "mean", "lower"),
@@ -68,7 +70,7 @@ MEASURES = (
 
 _ONLY_CURVES = ("grad/norm", "lr-*", "compression/*", "noise/*")
 _LOSS = re.compile(r"(^|[/_. -])loss(_step|_epoch)?$", re.IGNORECASE)
-_OTHERS_OF_THE_PROJECT = re.compile(r"(perf|memory|comm|checkpoint|compression|grad|noise|system)/|lr-|epoch$")
+_OTHERS_OF_THE_PROJECT = re.compile(r"(perf|memory|comm|checkpoint|compression|grad|noise|plan|system)/|lr-|epoch$")
 
 
 def is_loss(name: str) -> bool:

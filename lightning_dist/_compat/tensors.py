@@ -18,6 +18,7 @@ __all__ = [
     "BASE",
     "GET_BASE",
     "accept_sequential_redistribution",
+    "assigning_converted_parameters",
     "base_of",
     "detached",
     "local_of",
@@ -183,6 +184,25 @@ def accept_sequential_redistribution() -> None:
     Replaced by: a public way to flatten mesh axes, which the warning asks for.
     """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+@contextmanager
+def assigning_converted_parameters() -> Iterator[None]:
+    """Let ``nn.Module.to`` assign the data of fake tensors in this context.
+
+    It swaps fake parameters for converted ones, which torch refuses because fake tensors are known by weak references.
+    Replaced by: fake tensors that can be converted in modules.
+    """
+    before = torch.utils.swap_tensors
+
+    def assign(tensor: torch.Tensor, converted: torch.Tensor) -> None:
+        tensor.data = converted.data
+
+    torch.utils.swap_tensors = assign
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = before
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -26,6 +26,7 @@ __all__ = [
     "FINGERPRINT",
     "are_sequential",
     "choose_training_samplers",
+    "given_train_loader",
     "make_dataloader",
     "mode_of_loaders",
     "num_evaluation_batches",
@@ -98,6 +99,15 @@ def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
     """
     loop = loop_of_evaluation(trainer)
     return list(_known_batches(loop.max_batches, loop._combined_loader))
+
+
+def given_train_loader(trainer: Trainer) -> Any:
+    """Return the training loaders that ``trainer.fit`` was given; None: they are those of the module.
+
+    This could be replaced by a public property of the loop.
+    """
+    given = trainer.fit_loop._data_source.instance
+    return None if isinstance(given, LightningModule) else given
 
 
 def make_dataloader(trainer: Trainer) -> Any:

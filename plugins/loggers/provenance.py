@@ -108,7 +108,7 @@ def _spread_name(trainer: Trainer) -> str:
         return name if trainer.world_size == 1 else f"{name} {trainer.world_size}"
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     experts = f" ep{layout.ep}" if layout.ep > 1 else ""
-    if name == "nd_parallel":
+    if name in ("nd_parallel", "auto_parallel"):
         return " ".join([name, *(f"{axis}{size}" for axis, size in sizes.items())]) + experts
     return f"{name} {'x'.join(map(str, sizes.values())) or 1}{experts}"
 

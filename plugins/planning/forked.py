@@ -15,48 +15,57 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar, cast
 
+import torch
+
 __all__ = ["in_fork", "in_forks"]
 
 _Result = TypeVar("_Result")
 
 
+_CANNOT_BE_PICKLED = (
+    "This process has run a backward, so that what is planned must be pickled for another process, and it cannot be:"
+    " {}. Plan before the first backward, or define the classes and functions of the module and its data at the top"
+    " level of a module."
+)
+
 _PRELOADED = "lightning_dist.plugins.planning.dry_run"
 
 
-def in_fork(function: Callable[[], _Result], from_server: bool = False) -> _Result:
+def in_fork(function: Callable[[], _Result]) -> _Result:
     """Call ``function`` in a process of its own, and return its result.
+
+    The process is forked from this one. If this process has run a backward, it is forked from a server instead, which
+    needs a function that can be pickled.
 
     Args:
         function: Function whose result can be pickled.
-        from_server: Whether the process is forked from a server. ``function`` must be one that can be pickled then.
-            Otherwise, it may be a closure, and this process must have run no backward before.
 
     Raises:
         RuntimeError: If the process ends by a signal, such as that of the kernel when memory runs out, or raises an
             error that cannot be pickled.
         Exception: The error that ``function`` raises.
     """
-    ((_, result, error),) = in_forks([function], 1, from_server)
+    ((_, result, error),) = in_forks([function], 1)
     if error is not None:
         raise error
     return cast(_Result, result)
 
 
 def in_forks(
-    functions: Sequence[Callable[[], _Result]], at_once: int, from_server: bool = False
+    functions: Sequence[Callable[[], _Result]], at_once: int
 ) -> Iterator[tuple[int, _Result | None, BaseException | None]]:
     """Call functions in processes of their own, and yield their outcomes as they end.
 
     Args:
         functions: Functions as for :func:`in_fork`.
         at_once: Number of processes that run at the same time.
-        from_server: As for :func:`in_fork`.
 
     Returns:
         Iterator over the index of a function, its result, and its error, one of which is None.
     """
-    context: Any = multiprocessing.get_context("forkserver" if from_server else "fork")
-    if from_server:
+    context: Any = multiprocessing.get_context("fork")
+    if functions and _outcome(*_started(context, _run_backward))[1] is not None:
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOADED])  # This has no effect on a server that runs already.
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     waiting = list(enumerate(functions))
@@ -64,10 +73,11 @@ def in_forks(
         while waiting or running:
             while waiting and len(running) < at_once:
                 index, function = waiting.pop(0)
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_call, args=(function, sender), daemon=True)
-                process.start()
-                sender.close()
+                try:
+                    receiver, process = _started(context, function)
+                except (pickle.PicklingError, AttributeError, TypeError) as error:
+                    yield index, None, RuntimeError(_CANNOT_BE_PICKLED.format(error))
+                    continue
                 running[receiver] = index, process
             for receiver in cast(list[Connection], wait(list(running))):
                 index, process = running.pop(receiver)
@@ -75,6 +85,20 @@ def in_forks(
     finally:
         for _, process in running.values():
             process.kill()
+
+
+def _run_backward() -> None:
+    """Run a backward, which torch refuses in a process that was forked from one that has run another."""
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+def _started(context: Any, function: Callable[[], Any]) -> tuple[Connection, BaseProcess]:
+    receiver, sender = context.Pipe(duplex=False)
+    # The processes of data loaders are children of this one, which a daemon may not have.
+    process = context.Process(target=_call, args=(function, sender), daemon=False)
+    process.start()
+    sender.close()
+    return receiver, process
 
 
 def _outcome(receiver: Connection, process: BaseProcess) -> tuple[Any, BaseException | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,11 @@ class Layout:
         return math.prod(self.sizes.values())
 
     @property
+    def num_data_parallel(self) -> int:
+        """Return the number of ranks that have different batches."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_dist.NDParallelStrategy` that this layout sets."""
         sizes = {f"{axis}_size": size for axis, size in self.sizes.items()}
@@ -62,7 +67,7 @@ class Layout:
         return f"{self.axes} with activation_checkpointing=full" if self.recomputes else self.axes
 
 
-def layouts_of(num_nodes: int, num_devices: int) -> list[Layout]:
+def layouts_of(num_nodes: int, num_devices: int, **given: int) -> list[Layout]:
     """Return layouts for a number of devices, beginning with those that send the least.
 
     Ranks of ``tp`` and ``cp`` are on one node, because they exchange activations in each layer. Of the three axes that
@@ -72,21 +77,28 @@ def layouts_of(num_nodes: int, num_devices: int) -> list[Layout]:
     Args:
         num_nodes: Number of nodes.
         num_devices: Number of devices of a node.
+        given: Sizes that the layouts have, by the names of axes, which may be others than those above.
     """
     found: dict[Layout, None] = {}
-    for tp, cp, pp in sorted(_sizes_of_model(num_nodes, num_devices), key=lambda sizes: (math.prod(sizes), sizes)):
+    of_model = sorted(_sizes_of_model(num_nodes, num_devices, given), key=lambda sizes: (math.prod(sizes), sizes))
+    for tp, cp, pp in of_model:
         rest = num_nodes * num_devices // (tp * cp * pp)
         within_node = max(num_devices // (tp * cp), 1)
-        for dp_shard in (1, within_node, rest):
+        replicas = given.get("dp_replicate")
+        for dp_shard in (1, within_node, rest, given.get("dp_shard", 1), rest // replicas if replicas else 1):
             if rest % dp_shard == 0:
                 found[Layout(rest // dp_shard, dp_shard, tp, cp, pp)] = None
-    return list(found)
+    return [layout for layout in found if all(layout.sizes[axis] == size for axis, size in given.items())]
 
 
-def _sizes_of_model(num_nodes: int, num_devices: int) -> Iterator[tuple[int, int, int]]:
+def _sizes_of_model(num_nodes: int, num_devices: int, given: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
     num_ranks = num_nodes * num_devices
     powers = [2**exponent for exponent in range(num_ranks.bit_length())]
-    for tp, cp, pp in itertools.product(powers, repeat=3):
+    for tp, cp, pp in itertools.product(*([given[axis]] if axis in given else powers for axis in _MODEL_AXES)):
+        if {"tp", "cp", "pp"} <= given.keys():
+            if num_ranks % (tp * cp * pp) == 0:
+                yield tp, cp, pp
+            continue
         fits = num_devices % (tp * cp) == 0 and num_ranks % (tp * cp * pp) == 0
         if fits and max(tp, cp, pp) <= 8 and sum(size > 1 for size in (tp, cp, pp)) <= 2:
             yield tp, cp, pp

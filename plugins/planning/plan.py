@@ -1,48 +1,27 @@
-"""Predict the memory of many layouts by dry runs."""
+"""Predict the memory and the time of many layouts by dry runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
 from lightning_dist.plugins.planning.dry_run import DryRun, run_as_rank
+from lightning_dist.plugins.planning.estimates import Estimates, base_layouts
 from lightning_dist.plugins.planning.forked import in_forks
 from lightning_dist.plugins.planning.layouts import Layout
+from lightning_dist.plugins.planning.planned import Planned
+from lightning_dist.plugins.planning.step_time import Where
+from lightning_dist.run.simulation import Operation
 
-__all__ = ["Make", "Planned", "plan"]
+__all__ = ["Make", "plan"]
 
 Make = Callable[[Layout], tuple[LightningModule, Any, Mapping[str, Any]]]
 """Function that makes the module, its data, and the arguments of a Trainer, for a layout."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Hold what a layout needs.
-
-    Args:
-        layout: The layout.
-        resident: Bytes of a rank's tensors between two steps, on the rank that needs the most in a step.
-        peak: The largest number of bytes of a rank's tensors in a step, on any rank; None: it is unknown.
-        why_not: The reason why it is unknown, such as the text by which the strategy refuses the layout; "": none.
-    """
-
-    layout: Layout
-    resident: int | None
-    peak: int | None
-    why_not: str = ""
-
-    def fits(self, memory: int | None) -> bool:
-        """Return whether a rank needs at most 90% of its device.
-
-        Args:
-            memory: Bytes of the memory of a device; None: it has no limit.
-        """
-        return self.peak is not None and (memory is None or self.peak <= 0.9 * memory)
 
 
 def plan(
@@ -51,11 +30,11 @@ def plan(
     memory: int | None,
     backend: str,
     shares_replicas: bool,
+    where: Callable[[Collection[Operation]], Where] | None = None,
+    recomputes: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> list[Planned]:
-    """Predict the memory of ``layouts`` by dry runs, several at a time.
-
-    Those that need too much are tried once more with activations that are computed again.
+    """Predict the memory and the time of ``layouts`` by dry runs, several at a time.
 
     Args:
         make: Function that makes what is trained; it is called in forked processes.
@@ -64,43 +43,126 @@ def plan(
         backend: Backend over which the ranks would communicate, ``"gloo"`` or ``"nccl"``.
         shares_replicas: Whether layouts that differ only in the number of replicas share one dry run. They do not where
             the batch of a rank depends on this number.
+        where: Function that returns the speed of the devices, given the operations of all layouts, which it may
+            measure; None: times are not predicted.
+        recomputes: Whether those that need too much are tried once more with recomputed activations.
         on_progress: Function that is called with the number of dry runs that have ended and the number of all.
 
     Returns:
-        The prediction of each layout, in the order of ``layouts``, and then those with recomputed activations.
+        The prediction of each layout: those that fit, the fastest first; those that do not, those that need the least
+        first; and those that cannot be used. If no times are predicted, those that fit have the order of ``layouts``.
     """
-    planned = _predicted(make, layouts, backend, shares_replicas, on_progress)
-    too_large = [one.layout for one in planned if one.peak is not None and not one.fits(memory)]
-    recomputing = [replace(layout, recomputes=True) for layout in too_large if not layout.recomputes]
-    return planned + _predicted(make, recomputing, backend, shares_replicas, on_progress)
+    dry_runs = _DryRuns(make, backend, shares_replicas, on_progress)
+    num_runs = sum(len(_stages(layout)) for layout in {dry_runs.key(layout) for layout in layouts})
+    if num_runs <= _MOST_RUNS_OF_CORE * _at_once() or not shares_replicas:
+        planned = dry_runs.planned(layouts, where)
+        too_large = _too_large(planned, memory) if recomputes else []
+        return _sorted(planned + dry_runs.planned(too_large, where), memory)
+    bases = base_layouts(layouts, recomputes)
+    found = dry_runs(bases)
+    known = where and where(_operations(found))
+    estimate = Estimates({base: found[dry_runs.key(base)] for base in bases}, known)
+    planned = [estimate(layout) for layout in layouts]
+    too_large = _too_large(planned, memory) if recomputes else []
+    planned = _sorted(planned + [estimate(layout) for layout in too_large], memory)
+    for _ in range(_NUM_CHECKED):
+        # A layout that turns out to be worse than estimated makes place for the next one.
+        best = next((one for one in planned if one.fits(memory)), None)
+        if best is None or not best.is_estimated:
+            break
+        (exact,) = dry_runs.planned([best.layout], where)
+        planned = _sorted([exact if one is best else one for one in planned], memory)
+    return planned
 
 
-def _predicted(
-    make: Make,
-    layouts: Sequence[Layout],
-    backend: str,
-    shares_replicas: bool,
-    on_progress: Callable[[int, int], None],
-) -> list[Planned]:
-    keys = [layout.with_few_replicas() if shares_replicas else layout for layout in layouts]
-    runs = [(key, stage) for key in dict.fromkeys(keys) for stage in range(key.pp)]
-    calls = [
-        partial(run_as_rank, partial(make, key), 1, key.num_ranks, stage * key.num_ranks // key.pp, backend)
-        for key, stage in runs
-    ]
-    of_key: dict[Layout, list[DryRun | BaseException]] = {key: [] for key in keys}
-    for done, (index, result, error) in enumerate(in_forks(calls, os.cpu_count() or 1), 1):
-        outcome = result if error is None else error
-        assert outcome is not None
-        of_key[runs[index][0]].append(outcome)
-        on_progress(done, len(runs))
-    return [_planned(layout, of_key[key]) for layout, key in zip(layouts, keys, strict=True)]
+_MOST_RUNS_OF_CORE = 8
+"""With more dry runs for each core, most layouts are estimated."""
+
+_NUM_CHECKED = 4
+"""Number of estimated layouts at most for which a dry run is made, the best ones."""
 
 
-def _planned(layout: Layout, outcomes: Sequence[DryRun | BaseException]) -> Planned:
-    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    if errors:
-        text = str(errors[0]).strip() or type(errors[0]).__name__
-        return Planned(layout, None, None, text.split("\n")[0])
-    worst = max((outcome for outcome in outcomes if isinstance(outcome, DryRun)), key=lambda run: run.peak)
-    return Planned(layout, worst.resident, worst.peak)
+def _stages(layout: Layout) -> list[int]:
+    """Return the stages of a pipeline that need something else than the others."""
+    return sorted({0, 1, layout.pp - 1} & set(range(layout.pp)))
+
+
+def _at_once() -> int:
+    return os.cpu_count() or 1
+
+
+def _too_large(planned: Sequence[Planned], memory: int | None) -> list[Layout]:
+    """Return the layouts that need too much, with recomputed activations."""
+    return [replace(one.layout, recomputes=True) for one in planned if one.peak is not None and not one.fits(memory)]
+
+
+def _sorted(planned: Sequence[Planned], memory: int | None) -> list[Planned]:
+    def order(one: Planned) -> tuple[bool, bool, float]:
+        fits = one.fits(memory)
+        return one.peak is None, not fits, -one.samples_per_s if fits else one.peak or 0
+
+    return sorted(planned, key=order)
+
+
+def _operations(found: Mapping[Layout, Sequence[DryRun] | str]) -> set[Operation]:
+    runs = [run for outcome in found.values() if not isinstance(outcome, str) for run in outcome]
+    return {operation for run in runs for work in (run.work, run.optimizer) for operation in work.operations}
+
+
+class _DryRuns:
+    """Make dry runs of layouts, several at a time.
+
+    Args:
+        make: As for :func:`plan`, like the others.
+        backend: Backend of the ranks.
+        shares_replicas: Whether layouts that differ only in the number of replicas share one dry run.
+        on_progress: Function that is called as dry runs end.
+    """
+
+    def __init__(
+        self, make: Make, backend: str, shares_replicas: bool, on_progress: Callable[[int, int], None]
+    ) -> None:
+        self._make = make
+        self._backend = backend
+        self._shares_replicas = shares_replicas
+        self._on_progress = on_progress
+
+    def key(self, layout: Layout) -> Layout:
+        """Return the layout whose dry run is that of ``layout``."""
+        return layout.with_few_replicas() if self._shares_replicas else layout
+
+    def planned(
+        self, layouts: Sequence[Layout], where: Callable[[Collection[Operation]], Where] | None
+    ) -> list[Planned]:
+        """Return the predictions of ``layouts``."""
+        found = self(layouts)
+        known = where(_operations(found)) if where is not None and layouts else None
+        predictions = []
+        for layout in layouts:
+            outcome = found[self.key(layout)]
+            if isinstance(outcome, str):
+                predictions.append(Planned(layout, why_not=outcome))
+            else:
+                predictions.append(Planned.of(layout, outcome, known))
+        return predictions
+
+    def __call__(self, layouts: Sequence[Layout]) -> dict[Layout, list[DryRun] | str]:
+        """Return the dry runs of the ranks of each layout's stages, or the reason why it cannot be used, by its key."""
+        keys = dict.fromkeys(map(self.key, layouts))
+        runs = [(key, stage) for key in keys for stage in _stages(key)]
+        calls = [
+            partial(
+                run_as_rank, partial(self._make, key), 1, key.num_ranks, stage * key.num_ranks // key.pp, self._backend
+            )
+            for key, stage in runs
+        ]
+        found: dict[Layout, list[DryRun] | str] = {key: [] for key in keys}
+        for done, (index, result, error) in enumerate(in_forks(calls, _at_once()), 1):
+            key = runs[index][0]
+            outcome = found[key]
+            if result is None:
+                found[key] = (str(error).strip() or type(error).__name__).split("\n")[0]
+            elif not isinstance(outcome, str):
+                outcome.append(result)
+            self._on_progress(done, len(runs))
+        return found

@@ -35,6 +35,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "register",
+    "register_strategy",
     "register_technique",
 ]
 
@@ -56,9 +57,7 @@ def register() -> None:
         ContextParallelStrategy,
         NDParallelStrategy,
     ):
-        name = strategy.strategy_name
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
+        register_strategy(strategy)
     for entry in entry_points(group=TECHNIQUES):
         try:
             register_technique(entry.load())
@@ -72,6 +71,13 @@ def register() -> None:
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards(gradient_norms)
     _compat.explain_strategy_errors(_hint)
+
+
+def register_strategy(strategy: type[MeshStrategy]) -> None:
+    """Register a strategy with Lightning under its ``strategy_name``. Calling this again is safe."""
+    name = strategy.strategy_name
+    if name not in StrategyRegistry:
+        StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
 
 
 def register_technique(options: type[TechniqueOptions], *, outside_of: type[TechniqueOptions] | None = None) -> None:

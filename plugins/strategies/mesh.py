@@ -310,6 +310,7 @@ class MeshStrategy(ProcessStrategy):
         if any(isinstance(callback, FaultTolerance) and callback.hang_timeout for callback in callbacks):
             record_collectives()
         super().setup_environment()
+        self.settle_layout()
         self._groups = groups = MeshGroups.build(self.layout, self.root_device.type)
         _compat.set_device_mesh(self.module, groups.mesh)
         _compat.set_timeout(self._timeout)
@@ -325,6 +326,9 @@ class MeshStrategy(ProcessStrategy):
             callbacks.insert(first_checkpoint, FaultTolerance())
         if self.trainer.state.fn == TrainerFn.FITTING:
             continue_runs(self.trainer, self.resumes_from)
+
+    def settle_layout(self) -> None:
+        """Change the layout now that ranks can communicate; a strategy that chooses its sizes overrides this."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

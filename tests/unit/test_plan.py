@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from lightning_dist.cli import main
-from lightning_dist.cli.plan import parse_memory
 from lightning_dist.plugins.planning import Layout, Planned, layouts_of
+from lightning_dist.plugins.planning.memory_of import parse_memory
 
 FLAGS = [
     "--model=tests.unit.test_cli_fit.Net",
@@ -51,7 +51,7 @@ def test_a_layout_fits_if_it_needs_at_most_90_percent() -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 GB", 1_500_000_000), ("500MiB", 500 * 2**20)])
 def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_memory(text) == size
+    assert parse_memory(text, "memory") == size
 
 
 def test_the_command_prints_what_fits_and_writes_the_first(

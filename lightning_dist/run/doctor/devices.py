@@ -19,7 +19,7 @@ from lightning_dist.run.doctor.profile import DeviceFigures
 from lightning_dist.run.doctor.ranks import Ranks
 from lightning_dist.run.telemetry.peak import known_peak, measured_peak
 
-__all__ = ["check_devices", "device_name", "judge_devices"]
+__all__ = ["check_devices", "copy_bandwidth", "device_memory", "device_name", "judge_devices"]
 
 SLOW_AGAINST_DATA_SHEET = 0.5
 """Large products of matrices reach more than 60% of the data sheet on a device that is whole and unused."""
@@ -47,7 +47,7 @@ _NUM_COPIES = 5
 def check_devices(examination: Examination) -> list[Finding]:
     """Measure the devices of all ranks at the same time, as they are used in a training."""
     ranks = examination.ranks
-    free, total = _memory(ranks.device)
+    free, total = device_memory(ranks.device)
     ranks.gather(None)
     own = DeviceFigures(
         ranks.rank,
@@ -55,7 +55,7 @@ def check_devices(examination: Examination) -> list[Finding]:
         device_name(ranks.device),
         total,
         free,
-        _copy_bandwidth(ranks.device),
+        copy_bandwidth(ranks.device),
         _products(ranks.device),
     )
     examination.devices[:] = ranks.gather(own)
@@ -85,7 +85,7 @@ def _products(device: torch.device) -> dict[str, float]:
     return rates
 
 
-def _copy_bandwidth(device: torch.device) -> float:
+def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes that a copy in the device's memory reads and writes per second."""
     num_bytes = _COPIED_BYTES if device.type == "cpu" else _COPIED_BYTES_OF_ACCELERATOR
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
@@ -99,7 +99,7 @@ def _copy_bandwidth(device: torch.device) -> float:
     return 2 * num_bytes / fastest
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
+def device_memory(device: torch.device) -> tuple[int, int]:
     """Return the free bytes and all bytes of the device's memory, or of the host's, as far as a container limits it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)

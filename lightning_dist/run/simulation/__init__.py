@@ -4,8 +4,10 @@
 - ``tensors``: Computes the shapes of results instead of the results.
 - ``messages``: Gives this rank what the other ranks would send.
 - ``storages``: Measures the memory of all tensors.
+- ``work``: Counts operations and messages.
 """
 
 from lightning_dist.run.simulation.rank import SimulatedRank, simulate_rank, without_values
+from lightning_dist.run.simulation.work import Message, Operation, Shape, Work
 
-__all__ = ["SimulatedRank", "simulate_rank", "without_values"]
+__all__ = ["Message", "Operation", "Shape", "SimulatedRank", "Work", "simulate_rank", "without_values"]

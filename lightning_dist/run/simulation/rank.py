@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist._compat import simulated_processes
+from lightning_dist._compat import assigning_converted_parameters, simulated_processes
 from lightning_dist.model.tensor_places import put, tensor_places
 from lightning_dist.run.simulation.storages import StorageMeter
 from lightning_dist.run.simulation.tensors import ValuelessTensors
+from lightning_dist.run.simulation.work import WorkMeter
 
 __all__ = ["SimulatedRank", "simulate_rank", "without_values"]
 
@@ -23,10 +24,12 @@ class SimulatedRank:
     Args:
         meter: The memory of the rank's tensors.
         tensors: The context in which tensors have no values.
+        work: The operations of the rank.
     """
 
     meter: StorageMeter
     tensors: ValuelessTensors
+    work: WorkMeter
 
 
 @contextmanager
@@ -44,10 +47,11 @@ def simulate_rank(num_ranks: int, rank: int, backend: str) -> Iterator[Simulated
     Raises:
         RuntimeError: If a process group is initialized already.
     """
-    meter = StorageMeter()
-    tensors = ValuelessTensors(meter)
-    with simulated_processes(num_ranks, rank, backend), meter.watching_resizes(), tensors:
-        yield SimulatedRank(meter, tensors)
+    meter, work = StorageMeter(), WorkMeter()
+    tensors = ValuelessTensors(meter, work)
+    processes = simulated_processes(num_ranks, rank, backend)
+    with processes, meter.watching_resizes(), assigning_converted_parameters(), tensors:
+        yield SimulatedRank(meter, tensors, work)
 
 
 def without_values(module: nn.Module, simulation: SimulatedRank) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_dist._compat import READ_NUMBER, DispatchMode, FakeTensor, FakeTensorMode, tree_leaves, written_arguments
 from lightning_dist.run.simulation.messages import Echo
 from lightning_dist.run.simulation.storages import StorageMeter
+from lightning_dist.run.simulation.work import WorkMeter
 from lightning_dist.tracing.step_graph import FakeRules
 
 __all__ = ["ValuelessTensors"]
@@ -40,13 +41,15 @@ class ValuelessTensors(DispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         meter: Object that is shown every tensor that an operation returns.
+        work: Object that is shown every operation.
     """
 
-    def __init__(self, meter: StorageMeter) -> None:
+    def __init__(self, meter: StorageMeter, work: WorkMeter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
         self._rules = FakeRules(makes_up_sizes=True)
         self._meter = meter
+        self._work = work
         self._echo = Echo()
         self._overwritten: set[int] = set()
         """The storages with values that an operation on tensors without values has changed, by ``id``."""
@@ -58,6 +61,7 @@ class ValuelessTensors(DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         has_fakes = FakeTensor in types or self._reads_overwritten(args, kwargs)
         result = self._result(func, has_fakes, args, kwargs)
+        self._work.see(func, args, kwargs, result)
         if has_fakes:
             self._note_overwritten(func, args, kwargs)
         for leaf in tree_leaves(result):

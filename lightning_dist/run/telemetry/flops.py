@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 
 from lightning_dist._compat import DispatchMode, FakeTensor, is_in_backward
 
-__all__ = ["FlopCounter", "Flops"]
+__all__ = ["FlopCounter", "Flops", "flops_formula"]
 
 _RECOMPUTED_SCORES = 1 / 5
 """Fraction of the operations of a fused attention's backward that compute the scores again."""
@@ -34,7 +34,7 @@ class Flops(NamedTuple):
 
 
 @cache
-def _formula(packet: Any) -> Callable[..., int] | None:
+def flops_formula(packet: Any) -> Callable[..., int] | None:
     """Return the formula of an operation; None: its operations are not counted.
 
     torch's registry lacks attention on the CPU (torch 2.13), which is known by its name.
@@ -118,7 +118,7 @@ class FlopCounter(DispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", None)
-        formula = None if packet is None else _formula(packet)
+        formula = None if packet is None else flops_formula(packet)
         if formula is not None and FakeTensor not in types:
             try:
                 self._add(packet, formula(*args, **(kwargs or {}), out_val=result))

@@ -1,0 +1,87 @@
+"""Hold what is predicted for a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_dist.plugins.planning.dry_run import DryRun
+from lightning_dist.plugins.planning.layouts import Layout
+from lightning_dist.plugins.planning.step_time import StepTime, Where, predict_step_time
+from lightning_dist.run.telemetry.batch import BatchSize
+
+__all__ = ["Planned"]
+
+
+_NO_BATCH = BatchSize(0, 0)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Hold what a layout needs.
+
+    Args:
+        layout: The layout.
+        resident: Bytes of a rank's tensors between two steps, on the rank that needs the most in a step; None: they are
+            unknown, because the layout cannot be used.
+        peak: The largest number of bytes of a rank's tensors in a step, on any rank; None: as for ``resident``.
+        why_not: The reason why it cannot be used, such as the text by which the strategy refuses it; "": it can.
+        time: The predicted time of a step; None: it was not predicted.
+        batch: Samples and tokens of a rank's batches in a step.
+        model_flops: Floating-point operations of a rank in a step, the mean of the stages of a pipeline.
+        is_estimated: Whether the numbers were derived from those of other layouts, and not from a dry run of this one.
+    """
+
+    layout: Layout
+    resident: int | None = None
+    peak: int | None = None
+    why_not: str = ""
+    time: StepTime | None = None
+    batch: BatchSize = _NO_BATCH
+    model_flops: float = 0.0
+    is_estimated: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout, runs: Sequence[DryRun], where: Where | None) -> Planned:
+        """Return the prediction for a layout.
+
+        Args:
+            layout: The layout.
+            runs: The dry run of a rank of each stage of its pipeline.
+            where: What is known of the devices; None: no time is predicted.
+        """
+        worst = max(runs, key=lambda run: run.peak)
+        time = None if where is None else predict_step_time(layout, runs, where)
+        model_flops = sum(run.work.model_flops for run in runs) / len(runs)
+        return cls(layout, worst.resident, worst.peak, "", time, runs[0].batch, model_flops)
+
+    @property
+    def _per_second(self) -> float:
+        """Return the number by which the count of a rank's batch is multiplied to get that of all ranks per second."""
+        return 0.0 if self.time is None else self.layout.num_data_parallel / self.time.total
+
+    @property
+    def samples_per_s(self) -> float:
+        """Return the samples per second of all ranks; 0: the time was not predicted."""
+        return self._per_second * self.batch.samples
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the tokens per second of all ranks; 0: the time was not predicted, or the data are not text."""
+        return self._per_second * self.batch.tokens
+
+    def mfu(self, flops_per_s: float) -> float:
+        """Return the fraction of a device's floating-point operations per second that the model uses.
+
+        Args:
+            flops_per_s: What a device can do.
+        """
+        return 0.0 if self.time is None else self.model_flops / self.time.total / flops_per_s
+
+    def fits(self, memory: int | None) -> bool:
+        """Return whether a rank needs at most 90% of its device.
+
+        Args:
+            memory: Bytes of the memory of a device; None: it has no limit.
+        """
+        return self.peak is not None and (memory is None or self.peak <= 0.9 * memory)

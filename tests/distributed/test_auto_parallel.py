@@ -1,0 +1,100 @@
+"""Test that auto_parallel chooses a layout that fits, trains as one process does, and resumes on other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.gpt.model import GPTModule
+from examples.huggingface.model import CausalLM
+from lightning_dist import AutoParallelStrategy
+from lightning_dist.checkpoint import read_manifest
+from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
+from tests.pool import RankFailed, WorkerPool
+
+BATCH = 8
+
+
+def gpt() -> pl.LightningModule:
+    return GPTModule(dim=64, num_layers=4, num_heads=4, max_len=64, lr=1e-3, warmup_steps=2)
+
+
+def llama() -> pl.LightningModule:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return CausalLM({"model_type": "llama", "bos_token_id": None, "eos_token_id": None, **sizes, **heads})
+
+
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+def loader() -> DataLoader[tuple[Tensor, ...]]:
+    tokens = torch.randint(0, 90, (8 * BATCH, 65), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=BATCH)
+
+
+class Trained(NamedTuple):
+    weights: Weights
+    layout: dict[str, int]
+    settings: dict[str, Any]
+
+
+def train(model: str, num_steps: int, folder: str | None, ckpt_path: str | None, **arguments: Any) -> Trained:
+    """Train on all ranks of this test. This is a collective."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module = MODELS[model]()
+    strategy = AutoParallelStrategy(global_batch_size=BATCH, **arguments) if arguments else "auto"
+    trainer = make_trainer("auto", strategy=strategy, max_steps=num_steps, precision="64-true")
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    if folder is not None:
+        trainer.save_checkpoint(Path(folder) / "saved.ckpt")
+    layout = getattr(trainer.strategy, "layout", None)
+    return Trained(weights_of(module), layout.sizes if layout else {}, getattr(trainer.strategy, "settings", {}))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_chosen_layout_trains_as_one_process_and_resumes_on_other_ranks(
+    pool: WorkerPool, model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (alone,) = pool.run(train, 1, model, 4, None, None)
+    first = pool.run(train, 2, model, 2, str(tmp_path), None, objective="memory")
+    settings = read_manifest(str(tmp_path / "saved.ckpt")).about["settings"]
+    assert settings["planned_layout"] == first[0].settings["planned_layout"]
+    assert settings["planned_peak_mib"] > 0
+    assert settings["planned_step_ms"] > 0
+    ckpt_path = str(tmp_path / "saved.ckpt")
+    resumed = pool.run(train, 4, model, 4, None, ckpt_path, tp_size=1, cp_size=1, objective="memory")
+    assert resumed[0].layout["tp"] == resumed[0].layout["cp"] == 1
+    assert all(one.layout == resumed[0].layout for one in resumed)
+    assert_same(resumed[0].weights, alone.weights)
+
+
+def test_a_memory_that_no_layout_fits_is_refused_on_all_ranks(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool.run(train, 2, "gpt", 2, None, None, memory="0.1MiB", pp_size=1, tp_size=1, cp_size=1)
+    for text in failed.value.errors.values():
+        assert "no layout needs at most 90% of 0.1 MiB. The closest is dp_shard 2 with activation_" in text
+    assert len(failed.value.errors) == 2
+
+
+def test_sizes_that_no_layout_has_are_refused_on_all_ranks(pool: WorkerPool) -> None:
+    for text in pool.run(no_layout, 2):
+        assert "no layout of 1 x 2 devices has" in text
+        assert "tp_size=1, cp_size=1" in text
+
+
+def no_layout() -> str:
+    arguments = {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_shard_size": 3}
+    return refused(gpt(), strategy=AutoParallelStrategy(**arguments), use_distributed_sampler=True)
+
+
+def test_one_device_is_a_layout(pool: WorkerPool) -> None:
+    (only,) = pool.run(train, 1, "gpt", 1, None, None, objective="memory")
+    assert set(only.layout.values()) == {1}
