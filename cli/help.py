@@ -16,8 +16,8 @@ _TITLES = {
     "predict": "Run a model over data and collect what it returns.",
     "profile": "Record some training steps with torch's profiler, and write one Chrome trace per rank. The run ends"
     " after the last recorded step, without validation and checkpoints.",
-    "plan": "Predict the memory that a rank needs in each layout of the devices, from two training steps on tensors"
-    " without values. Neither devices nor other processes are needed, and nothing is computed.",
+    "plan": "Predict the memory of a rank and the time of a step in each layout of the devices, from two training steps"
+    " on tensors without values. Neither devices nor other processes are needed.",
 }
 
 _COMMON = {
@@ -34,7 +34,10 @@ _COMMON = {
         "--nodes=N": "number of nodes; trainer.num_nodes if it is not given",
         "--devices=N": "number of devices of a node; trainer.devices if it is not given",
         "--memory=SIZE": "memory of a device, such as 80GiB; layouts that need more than 90% of it do not fit",
+        "--device=NAME": "the kind of devices, such as h100, if it is not that of this machine",
+        "--profile=FILE": "figures of the machines and their links, from lightning-dist doctor --write",
         "--write=FILE": "write the first layout that fits, as a configuration for a further -c",
+        "--png=FILE": "draw memory and speed, the parts of steps, and the devices of the best layout",
         "--json": "print the results as JSON",
     },
     "model and data": {
