@@ -108,6 +108,13 @@ class Estimates:
 
 
 def _fraction(one: float, two: float, num_ranks: int) -> float:
-    """Return the fraction of a number that each of some ranks has, from that of one rank and that of each of two."""
-    stays = min(max(2 * two / one - 1, 0.0), 1.0) if one else 1.0
+    """Return the fraction of a number that each of some ranks has, from that of one rank and that of each of two.
+
+    A pipeline divides a batch into microbatches as well, so that each of two ranks has less than the half.
+    """
+    if not one:
+        return 1.0
+    if two < one / 2:
+        return two / one * 2 / num_ranks
+    stays = min(2 * two / one - 1, 1.0)
     return stays + (1 - stays) / num_ranks
