@@ -22,6 +22,7 @@ __all__ = [
     "call_gradient_hooks",
     "call_post_accumulate_hooks",
     "defining_module",
+    "foreign_hooks",
     "give_post_accumulate_hooks",
     "gradient_hooks",
     "has_foreign_hooks",
@@ -69,11 +70,16 @@ def _is_of_user(hook: Any) -> bool:
     return not defining_module(hook).startswith(_NOT_OF_USERS)
 
 
-def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether ``module`` has forward or backward hooks that neither torch nor this package has registered.
+def foreign_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the forward and backward hooks of ``module`` that neither torch nor this package has registered.
 
     Replaced by: the same as for :func:`num_forward_hooks`.
     """
+    return [hook for hooks in _hooks_of(module) for hook in hooks.values() if _is_of_user(hook)]
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return whether ``module`` has hooks that :func:`foreign_hooks` returns."""
     return any(_is_of_user(hook) for hooks in _hooks_of(module) for hook in hooks.values())
 
 

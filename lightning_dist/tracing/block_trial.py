@@ -26,6 +26,7 @@ from lightning_dist.model.fixed_draws import fixed_draws
 from lightning_dist.model.tensor_state import is_uninitialized
 from lightning_dist.tracing.step_graph import tensors_in
 from lightning_dist.tracing.step_graph.dataflow import Call, is_learned
+from lightning_dist.tracing.users_hooks import unchanged_by_hooks
 
 __all__ = ["BlockTrial", "copy_of", "kind_of_block", "kind_of_module"]
 
@@ -200,7 +201,7 @@ class BlockTrial:
             if is_learned and tensor.is_floating_point()
         ]
         try:
-            with torch.enable_grad(), fixed_draws():
+            with torch.enable_grad(), fixed_draws(), unchanged_by_hooks(block):
                 returned = enumerate(tensors_in(_listed(block(*args, **kwargs))))
                 of_use = [out for index, out in returned if not self._used or index in self._used]
                 outputs = [out for out in of_use if out.is_floating_point()]

@@ -39,7 +39,7 @@ from lightning_dist.tracing.step_graph.errors import (
     TraceError,
 )
 from lightning_dist.tracing.step_graph.fake_rules import FakeRules
-from lightning_dist.tracing.step_graph.fake_run import FailureReason, run_on_fakes, tensors_in
+from lightning_dist.tracing.step_graph.fake_run import FailureReason, restored, run_on_fakes, tensors_in
 from lightning_dist.tracing.step_graph.first_calls import trace_first_calls
 from lightning_dist.tracing.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, Value
 from lightning_dist.tracing.step_graph.known_paths import KnownPaths, Readable
@@ -76,6 +76,7 @@ __all__ = [
     "output_values",
     "packages_of",
     "record_step",
+    "restored",
     "run_on_fakes",
     "set_items",
     "tensors_in",

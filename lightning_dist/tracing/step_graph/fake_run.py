@@ -12,7 +12,7 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from io import StringIO
@@ -163,7 +163,7 @@ def run_on_fakes(
 
     with (
         iterators_rewound(root, observer.on_next),
-        _restored(root),
+        restored(root),
         _cached_results_forgotten(root),
         _observed(root, observer),
         _quietly(),
@@ -303,8 +303,13 @@ def _observed(root: nn.Module, observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def _restored(root: nn.Module) -> Iterator[None]:
-    """Restore, at the end of this context, all attributes, the contents of containers, and the states of generators."""
+def restored(root: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
+    """Restore, at the end of this context, all attributes, the contents of containers, and the states of generators.
+
+    Args:
+        root: The module whose attributes, and those of the modules in it, are restored.
+        others: Further containers and objects whose contents are restored.
+    """
     saved = [(module, dict(vars(module))) for module in root.modules()]
     generators = [(generator, get_state(generator)) for _, generator in own_generators(root)]
     contents: dict[int, tuple[Any, list[Any]]] = {}
@@ -312,6 +317,8 @@ def _restored(root: nn.Module) -> Iterator[None]:
     for _, attributes in saved:
         for value in attributes.values():
             _keep(value, contents, packages)
+    for value in others:
+        _keep(value, contents, packages)
     try:
         yield
     finally:
