@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -68,6 +69,30 @@ def test_the_command_prints_what_fits_and_writes_the_first(
     assert best["trainer"]["strategy"]["init_args"]["dp_replicate_size"] == 2
     assert planned("--nodes=2", "--devices=1", "--memory=0.0001MiB") == 1
     assert "No layout needs at most 90% of a device. The closest is dp_" in capsys.readouterr().out
+
+
+def test_a_fit_stores_its_choice_and_logs_how_good_the_prediction_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
+    steps = ["--trainer.max_epochs=null", "--trainer.max_steps=12", "--trainer.limit_val_batches=0"]
+    sys.argv = [
+        "lightning-dist", "fit", *FLAGS, *logger, *steps, "--trainer.strategy=auto_parallel", "--trainer.devices=1",
+    ]  # fmt: skip
+    assert main() == 0
+    (config,) = Path("logs").rglob("config.yaml")
+    strategy = yaml.safe_load(config.read_text())["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_dist.AutoParallelStrategy"
+    sizes = {name: size for name, size in strategy["init_args"].items() if name.endswith("_size") and size}
+    assert sizes == {f"{axis}_size": 1 for axis in ("pp", "dp_replicate", "dp_shard", "tp", "cp")}
+    (metrics,) = Path("logs").rglob("metrics.csv")
+    rows = list(csv.DictReader(metrics.read_text().splitlines()))
+    (row,) = [row for row in rows if row.get("plan/step_ms")]
+    predicted, measured = float(row["plan/step_ms_predicted"]), float(row["plan/step_ms"])
+    assert float(row["plan/step_ms_error"]) == pytest.approx(predicted / measured - 1)
+    captured = capfd.readouterr()
+    assert "auto_parallel: 1 rank, the only layout" in captured.out + captured.err
 
 
 @pytest.mark.parametrize(
