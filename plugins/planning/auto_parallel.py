@@ -183,18 +183,17 @@ class AutoParallelStrategy(NDParallelStrategy):
             raise MisconfigurationException(
                 f"auto_parallel: no layout of {self.num_nodes} x {self.num_processes} devices has {given}."
             )
-        rank_zero_info(
-            f"auto_parallel: predicting {_layouts(len(layouts))} of {self.num_nodes * self.num_processes} ranks"
-        )
+        num_ranks = self.num_nodes * self.num_processes
+        rank_zero_info(f"auto_parallel: predicting {_count(len(layouts), 'layout')} of {_count(num_ranks, 'rank')}")
         where = find_where(self.num_processes, backend, None, self._profile)
         memory = self._memory or memory_of(self.root_device, self.num_processes)
         shares = not self._options.get("global_batch_size")
         recomputes = not self._options.get("activation_checkpointing")
-        planned = plan(self._trained(), layouts, memory, backend, shares, where, recomputes=recomputes)
-        if self._objective == "memory":
-            planned.sort(key=lambda one: (not one.fits(memory), one.peak or 0))
         self._memory = memory
-        return planned
+        by_memory = self._objective == "memory"
+        return plan(
+            self._trained(), layouts, memory, backend, shares, where, recomputes=recomputes, by_memory=by_memory
+        )
 
     def _trained(self) -> _Trained:
         trainer = self.trainer
@@ -215,10 +214,9 @@ class AutoParallelStrategy(NDParallelStrategy):
             return MisconfigurationException(_why_none(planned, memory)), None
         best = fitting[0]
         by_memory = self._objective == "memory" or best.time is None
-        lines = [
-            f"auto_parallel: {best.layout}, {'with the least memory' if by_memory else 'the fastest'} of"
-            f" {_layouts(len(fitting))} that fit, of {len(planned)}"
-        ]
+        reason = f"{'with the least memory' if by_memory else 'the fastest'} of {len(fitting)} that fit"
+        reason = "the only layout" if len(planned) == 1 else f"{reason}, of {len(planned)} layouts"
+        lines = [f"auto_parallel: {best.layout}, {reason}"]
         lines += [f"  {_line(one, memory)}" for one in fitting[:_NUM_SHOWN]]
         if best.time is not None:
             lines.append(f"  times: {best.time.source}")
@@ -245,8 +243,8 @@ def _names_of_options(strategy: NDParallelStrategy) -> set[str]:
     return {name for options in strategy.config.arguments.options for name in options.names()}
 
 
-def _layouts(number: int) -> str:
-    return f"{number} layout{'s' * (number != 1)}"
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _mib(num_bytes: int) -> float:

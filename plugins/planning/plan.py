@@ -32,6 +32,7 @@ def plan(
     shares_replicas: bool,
     where: Callable[[Collection[Operation]], Where] | None = None,
     recomputes: bool = True,
+    by_memory: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> list[Planned]:
     """Predict the memory and the time of ``layouts`` by dry runs, several at a time.
@@ -46,40 +47,36 @@ def plan(
         where: Function that returns the speed of the devices, given the operations of all layouts, which it may
             measure; None: times are not predicted.
         recomputes: Whether those that need too much are tried once more with recomputed activations.
+        by_memory: Whether those that fit are sorted by their peaks.
         on_progress: Function that is called with the number of dry runs that have ended and the number of all.
 
     Returns:
         The prediction of each layout: those that fit, the fastest first; those that do not, those that need the least
         first; and those that cannot be used. If no times are predicted, those that fit have the order of ``layouts``.
     """
+    order = partial(_in_order, memory=memory, by_memory=by_memory)
     dry_runs = _DryRuns(make, backend, shares_replicas, on_progress)
     num_runs = sum(len(_stages(layout)) for layout in {dry_runs.key(layout) for layout in layouts})
     if num_runs <= _MOST_RUNS_OF_CORE * _at_once() or not shares_replicas:
         planned = dry_runs.planned(layouts, where)
         too_large = _too_large(planned, memory) if recomputes else []
-        return _sorted(planned + dry_runs.planned(too_large, where), memory)
+        return order(planned + dry_runs.planned(too_large, where))
     bases = base_layouts(layouts, recomputes)
     found = dry_runs(bases)
     known = where and where(_operations(found))
     estimate = Estimates({base: found[dry_runs.key(base)] for base in bases}, known)
     planned = [estimate(layout) for layout in layouts]
     too_large = _too_large(planned, memory) if recomputes else []
-    planned = _sorted(planned + [estimate(layout) for layout in too_large], memory)
-    for _ in range(_NUM_CHECKED):
+    planned = order(planned + [estimate(layout) for layout in too_large])
+    while (best := planned[0]).is_estimated and best.fits(memory):
         # A layout that turns out to be worse than estimated makes place for the next one.
-        best = next((one for one in planned if one.fits(memory)), None)
-        if best is None or not best.is_estimated:
-            break
         (exact,) = dry_runs.planned([best.layout], where)
-        planned = _sorted([exact if one is best else one for one in planned], memory)
+        planned = order([exact, *planned[1:]])
     return planned
 
 
 _MOST_RUNS_OF_CORE = 8
 """With more dry runs for each core, most layouts are estimated."""
-
-_NUM_CHECKED = 4
-"""Number of estimated layouts at most for which a dry run is made, the best ones."""
 
 
 def _stages(layout: Layout) -> list[int]:
@@ -96,12 +93,14 @@ def _too_large(planned: Sequence[Planned], memory: int | None) -> list[Layout]:
     return [replace(one.layout, recomputes=True) for one in planned if one.peak is not None and not one.fits(memory)]
 
 
-def _sorted(planned: Sequence[Planned], memory: int | None) -> list[Planned]:
-    def order(one: Planned) -> tuple[bool, bool, float]:
-        fits = one.fits(memory)
-        return one.peak is None, not fits, -one.samples_per_s if fits else one.peak or 0
+def _in_order(planned: Sequence[Planned], memory: int | None, by_memory: bool) -> list[Planned]:
+    """Return predictions in the order of :func:`plan`."""
 
-    return sorted(planned, key=order)
+    def key(one: Planned) -> tuple[bool, bool, float]:
+        fits = one.fits(memory)
+        return one.peak is None, not fits, -one.samples_per_s if fits and not by_memory else one.peak or 0
+
+    return sorted(planned, key=key)
 
 
 def _operations(found: Mapping[Layout, Sequence[DryRun] | str]) -> set[Operation]:
