@@ -48,6 +48,9 @@ DEVICES = {
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_COPIED_BYTES = 2**25
+"""Bytes of a copy by which memory is measured before a training, which may have little of it."""
+
 _REACHED = 0.7
 """Fraction of a data sheet's rates that operations are taken to reach; large products reach 60% to 80%."""
 
@@ -125,7 +128,7 @@ class DeviceSpeed:
         return cls(
             f"{device_name(device)}, measured here",
             {dtype: measured_peak(device, dtype).flops_per_s for dtype in dtypes},
-            copy_bandwidth(device),
+            copy_bandwidth(device, _COPIED_BYTES),
             host_seconds(),
             os.cpu_count() if device.type == "cpu" else None,
         )
@@ -215,7 +218,7 @@ class Links:
         scopes: dict[str, dict[str, Link]] = {"node": {}, "between_nodes": {}}
         for figures in profile.links:
             _keep_slowest(scopes[figures.scope], figures)
-        within, between = (_with_default(scopes[scope]) for scope in ("node", "between_nodes"))
+        within, between = (_completed(scopes[scope]) for scope in ("node", "between_nodes"))
         return cls(f"from the profile of {profile.created}", within or between, between or within)
 
 
@@ -225,5 +228,10 @@ def _keep_slowest(links: dict[str, Link], figures: LinkFigures) -> None:
         links[figures.operation] = Link(figures.alpha_s, figures.bytes_per_s, len(figures.ranks))
 
 
-def _with_default(links: dict[str, Link]) -> dict[str, Link]:
-    return links and {**links, "": links.get("all_reduce") or next(iter(links.values()))}
+def _completed(links: dict[str, Link]) -> dict[str, Link]:
+    """Add figures for operations that have none."""
+    if not links:
+        return links
+    # Ranks that exchange messages send and receive at the same time, as in an all-to-all.
+    exchange = {"point_to_point": links["all_to_all"]} if "all_to_all" in links else {}
+    return {**links, **exchange, "": links.get("all_reduce") or next(iter(links.values()))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from statistics import fmean, median
 from time import perf_counter
@@ -44,6 +43,7 @@ def measured_seconds(
     measure = partial(_seconds_of_all, possible, device)
     if device.type != "cpu":
         found = [measure()]
+        torch.get_device_module(device.type).empty_cache()
     else:
         outcomes = in_forks([measure] * num_processes, num_processes)
         found = [result for _, result, _ in outcomes if result is not None]
@@ -97,10 +97,10 @@ def _tensor(shape: Shape, device: torch.device) -> Tensor:
     return flat.as_strided(shape.size, shape.stride)
 
 
-def _median_of(call: Callable[[], Any], device: torch.device) -> float:
+def _median_of(call: Callable[[], Any], device: torch.device, fewest: int = _FEWEST) -> float:
     call()
     times: list[float] = []
-    while len(times) < _FEWEST or (sum(times) < _LONG_S and len(times) < _MOST):
+    while len(times) < fewest or (sum(times) < _LONG_S and len(times) < _MOST):
         _wait(device)
         start = perf_counter()
         call()
@@ -130,7 +130,8 @@ def host_seconds() -> float:
     """Return the seconds that the host needs for an operation, besides the operation itself, in a training step.
 
     They are measured with a network of tiny layers, whose operations take no time: what is left is Python, autograd and
-    the modules' calls.
+    the modules' calls. Between the layers are products of matrices, whose own time is subtracted: they take the caches
+    from Python, as those of a model do.
     """
     (outcome,) = in_forks([_host_seconds], 1)
     return 0.0 if outcome[1] is None else outcome[1]
@@ -138,17 +139,44 @@ def host_seconds() -> float:
 
 def _host_seconds() -> float:
     torch.set_num_threads(1)
-    layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU()) for _ in range(16)))
+    cpu = torch.device("cpu")
+    tiny = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU()) for _ in range(_NUM_TINY)]
+    layers = nn.Sequential(*(module for layer in tiny for module in (layer, _Product())))
     data = torch.zeros(2, 4)
 
     def step() -> None:
-        layers(data).sum().backward()
+        with torch.enable_grad():
+            layers(data).sum().backward()
 
     counter = _Counter()
-    with counter, suppress(RuntimeError):
+    with counter:
         step()
-    number = counter.number
-    whole = _median_of(step, torch.device("cpu"))
+    product = _Product()
+
+    def products() -> None:
+        for _ in range(2 * _NUM_TINY):
+            product(data)
+
     with torch.no_grad():
-        alone = _median_of(lambda: torch.add(data, data), torch.device("cpu"))
-    return max(whole / number - alone, 0.0)
+        alone = _median_of(lambda: torch.add(data, data), cpu)
+        differences = [_median_of(step, cpu, 5) - _median_of(products, cpu, 5) for _ in range(5)]
+    return max(median(differences) / counter.number - alone, 0.0)
+
+
+_NUM_TINY = 16
+
+
+class _Product(nn.Module):
+    """Multiply two matrices in the forward and in the backward, and return the input."""
+
+    matrix = torch.rand(256, 256)
+
+    def forward(self, data: Tensor) -> Tensor:
+        """Return ``data``."""
+        self._multiply(data)
+        if data.requires_grad:
+            data.register_hook(self._multiply)
+        return data
+
+    def _multiply(self, gradient: Tensor) -> None:
+        torch.mm(self.matrix, self.matrix)

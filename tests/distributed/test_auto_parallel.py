@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import resource
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +19,11 @@ from examples.huggingface.model import CausalLM
 from lightning_dist import AutoParallelStrategy
 from lightning_dist.checkpoint import read_manifest
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
+from tests.planning.cases import Case, make
 from tests.pool import RankFailed, WorkerPool
 
 BATCH = 8
+TIMEOUT = timedelta(minutes=2)
 
 
 def gpt() -> pl.LightningModule:
@@ -91,6 +96,34 @@ def test_sizes_that_no_layout_has_are_refused_on_all_ranks(pool: WorkerPool) -> 
     for text in pool.run(no_layout, 2):
         assert "dp_shard_size=3" in text
         assert "does not fit 2 processes" in text
+
+
+@pytest.mark.thorough
+def test_with_little_memory_it_trains_where_full_shard_does_not(pool: WorkerPool) -> None:
+    """The limit is one of the kernel, on what each process may allocate in addition to what it has."""
+    limit = 900 * 2**20
+    texts = pool.run(limited, 2, limit, None)
+    assert any("emory" in text for text in texts), texts
+    assert pool.run(limited, 2, limit, "700MiB") == ["trained", "trained"]
+
+
+def limited(limit: int, memory: str | None) -> str:
+    """Train a model with large activations in little memory, and return the error; ``"trained"``: there was none."""
+    torch.set_num_threads(1)
+    module, data, arguments = make(Case("GPT", 2, {"dp_shard_size": 2}))
+    if memory is not None:
+        arguments["strategy"] = AutoParallelStrategy(memory=memory, tp_size=1, cp_size=1, pp_size=1, timeout=TIMEOUT)
+    trainer = make_trainer("auto", max_steps=3, **arguments)
+    used = int(re.findall(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + limit, before[1]))
+    try:
+        trainer.fit(module, DataLoader(data.dataset, batch_size=64))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    return "trained"
 
 
 def no_layout() -> str:

@@ -85,9 +85,14 @@ def _products(device: torch.device) -> dict[str, float]:
     return rates
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes that a copy in the device's memory reads and writes per second."""
-    num_bytes = _COPIED_BYTES if device.type == "cpu" else _COPIED_BYTES_OF_ACCELERATOR
+def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
+    """Return the bytes that a copy in the device's memory reads and writes per second.
+
+    Args:
+        device: The device.
+        num_bytes: Bytes that are copied; None: so many that no cache holds them.
+    """
+    num_bytes = num_bytes or (_COPIED_BYTES if device.type == "cpu" else _COPIED_BYTES_OF_ACCELERATOR)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target, fastest = torch.empty_like(source), float("inf")
     for _ in range(_NUM_COPIES):
