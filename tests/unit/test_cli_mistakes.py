@@ -139,7 +139,7 @@ MISTAKES: list[tuple[list[str] | str, str]] = [
     (["fit", NET, "--trainer.strategy.help=hybird_shard"], "did you mean 'hybrid_shard'?"),
     (
         ["fit", NET, "--trainer.strategy.help"],
-        "expected the name of a strategy: context_parallel, data_parallel, ddp, ",
+        "expected the name of a strategy: auto_parallel, context_parallel, data_parallel, ddp, ",
     ),
     (["fit", NET, "-c", "missing.yaml"], "--config: there is no file 'missing.yaml'."),
     (["fit", NET, "-c", "good.yml"], "--config: there is no file 'good.yml'; did you mean 'good.yaml'?"),

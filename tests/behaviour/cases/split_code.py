@@ -158,29 +158,6 @@ _HOOKS = {
 }
 
 
-@case(
-    "hooks of the first block keep what they see in a list and in a counter",
-    reference="ddp",
-    refused=dict.fromkeys(STAGES, "reads the value of a tensor that depends on net.1, which is on another stage"),
-)
-def kept_outside(run: Run) -> None:
-    model = Model()
-    sums: list[float] = []
-    counter = {"calls": 0}
-
-    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
-        sums.append(float(out.detach().abs().sum()))
-
-    def count(module: nn.Module, outputs: Any) -> None:
-        counter["calls"] += 1
-
-    model.net[1].register_forward_hook(keep)
-    model.net[1].norm.register_full_backward_pre_hook(count)
-    run.fit(model)
-    if run.column not in STAGES:
-        run.record("kept", torch.tensor([len(sums), counter["calls"]]), per_rank=True)
-
-
 @case("rank 0 alone has a hook inside of a block")
 def hook_of_rank_0(run: Run) -> None:
     model = Model()
