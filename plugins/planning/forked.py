@@ -34,8 +34,8 @@ _PRELOADED = "lightning_dist.plugins.planning.dry_run"
 def in_fork(function: Callable[[], _Result]) -> _Result:
     """Call ``function`` in a process of its own, and return its result.
 
-    The process is forked from this one. If this process has run a backward, it is forked from a server instead, which
-    needs a function that can be pickled.
+    The process is forked from this one. If this process has run a backward, or the forked process dies, it is forked
+    from a server instead, which needs a function that can be pickled.
 
     Args:
         function: Function whose result can be pickled.
@@ -65,8 +65,7 @@ def in_forks(
     """
     context: Any = multiprocessing.get_context("fork")
     if functions and _outcome(*_started(context, _run_backward))[1] is not None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_PRELOADED])  # This has no effect on a server that runs already.
+        context = _server()
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     waiting = list(enumerate(functions))
     try:
@@ -81,10 +80,26 @@ def in_forks(
                 running[receiver] = index, process
             for receiver in cast(list[Connection], wait(list(running))):
                 index, process = running.pop(receiver)
-                yield index, *_outcome(receiver, process)
+                result, failure = _outcome(receiver, process)
+                if isinstance(failure, _DiedError) and context.get_start_method() == "fork":
+                    # Libraries with threads of their own may not survive a fork of this process.
+                    context = _server()
+                    waiting.insert(0, (index, functions[index]))
+                    continue
+                yield index, result, failure
     finally:
         for _, process in running.values():
             process.kill()
+
+
+class _DiedError(RuntimeError):
+    """Report that a process has ended without a result."""
+
+
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_PRELOADED])  # This has no effect on a server that runs already.
+    return context
 
 
 def _run_backward() -> None:
@@ -106,7 +121,7 @@ def _outcome(receiver: Connection, process: BaseProcess) -> tuple[Any, BaseExcep
         result, error = receiver.recv()
     except EOFError:
         process.join()
-        return None, RuntimeError(f"The process ended with exit code {process.exitcode} and without a result.")
+        return None, _DiedError(f"The process ended with exit code {process.exitcode} and without a result.")
     process.join()
     return result, error
 
