@@ -35,7 +35,7 @@ def in_fork(function: Callable[[], _Result]) -> _Result:
     """Call ``function`` in a process of its own, and return its result.
 
     The process is forked from this one. If this process has run a backward, or the forked process dies, it is forked
-    from a server instead, which needs a function that can be pickled.
+    from a server instead, which needs a function that can be pickled. A process that dies is started once more.
 
     Args:
         function: Function whose result can be pickled.
@@ -67,7 +67,7 @@ def in_forks(
     if functions and _outcome(*_started(context, _run_backward))[1] is not None:
         context = _server()
     running: dict[Connection, tuple[int, BaseProcess]] = {}
-    waiting = list(enumerate(functions))
+    waiting, repeated = list(enumerate(functions)), set[int]()
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -81,9 +81,10 @@ def in_forks(
             for receiver in cast(list[Connection], wait(list(running))):
                 index, process = running.pop(receiver)
                 result, failure = _outcome(receiver, process)
-                if isinstance(failure, _DiedError) and context.get_start_method() == "fork":
+                if isinstance(failure, _DiedError) and index not in repeated:
                     # Libraries with threads of their own may not survive a fork of this process.
                     context = _server()
+                    repeated.add(index)
                     waiting.insert(0, (index, functions[index]))
                     continue
                 yield index, result, failure

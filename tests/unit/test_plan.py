@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import yaml
 
 from lightning_dist.cli import main
 from lightning_dist.plugins.planning import Layout, Planned, layouts_of
+from lightning_dist.plugins.planning.forked import in_fork
 from lightning_dist.plugins.planning.memory_of import parse_memory
 
 FLAGS = [
@@ -107,3 +111,20 @@ def test_a_fit_stores_its_choice_and_logs_how_good_the_prediction_was(
 def test_mistakes_are_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(*arguments) == 2
     assert text in capsys.readouterr().err
+
+
+def die_once(mark: Path) -> int:
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return 7
+
+
+def test_a_process_that_dies_is_started_once_more(tmp_path: Path) -> None:
+    assert in_fork(partial(die_once, tmp_path / "mark")) == 7
+    with pytest.raises(RuntimeError, match="ended with exit code -11"):
+        in_fork(die)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
