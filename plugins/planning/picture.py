@@ -16,6 +16,7 @@ _WIDTH_IN, _HEIGHT_IN, _DPI = 15.0, 4.6, 110
 _NUM_BARS = 8
 _MOST_NODES, _MOST_DEVICES = 8, 8
 _MIB = 2**20
+_SHORT = {"dp_replicate": "r", "dp_shard": "s"}
 
 # These are colours of Okabe and Ito's palette, which people with colour blindness can tell apart.
 _PARTS = {"compute": "#0072b2", "sending": "#e69f00", "bubble": "#cc79a7", "optimizer": "#009e73", "host": "#999999"}
@@ -122,13 +123,14 @@ def _draw_devices(axes: Any, layout: Layout, num_devices: int) -> None:
             indices = parallel.coordinates(rank)
             colour = _GROUPS[parallel.data_parallel_rank(rank) % len(_GROUPS)]
             axes.add_patch(_box(device, node, colour))
-            text = "\n".join(f"{axis} {index}" for axis, index in indices.items() if layout.sizes[axis] > 1) or "rank 0"
+            shown = {_SHORT.get(axis, axis): index for axis, index in indices.items() if layout.sizes[axis] > 1}
+            text = "\n".join(f"{axis} {index}" for axis, index in shown.items()) or "rank 0"
             axes.text(device + 0.5, node + 0.5, text, ha="center", va="center", fontsize=5)
     axes.set_xlim(0, min(num_devices, _MOST_DEVICES))
     axes.set_ylim(min(num_nodes, _MOST_NODES), 0)
     axes.set_xticks([])
     axes.set_yticks([row + 0.5 for row in range(min(num_nodes, _MOST_NODES))], range(min(num_nodes, _MOST_NODES)))
-    axes.set_xlabel("devices; a colour for each part of the batch", fontsize=8)
+    axes.set_xlabel("devices; r: dp_replicate, s: dp_shard; a colour for each part of the batch", fontsize=8)
     axes.set_ylabel("node")
     more = ", the first 8" if num_nodes > _MOST_NODES else ""
     axes.set_title(f"{layout.axes}{more}", fontsize=9)
