@@ -149,8 +149,10 @@ class AutoParallelStrategy(NDParallelStrategy):
         if self._is_open and self.node_rank == 0 and self.local_rank == 0:
             try:
                 self._found = self._choice(self._plan())
-            except Exception as error:  # All ranks raise it, once they communicate.
+            except MisconfigurationException as error:  # All ranks raise it, once they communicate.
                 self._found = error, None
+            except Exception as error:  # It may hold what cannot be sent to other ranks, which would wait for it.
+                self._found = RuntimeError(f"auto_parallel cannot plan: {type(error).__name__}: {error}"), None
         super().setup_environment()
 
     @override
