@@ -231,6 +231,7 @@ def _as_dict(planned: Planned, memory: int | None) -> dict[str, Any]:
         "step_parts_s": None if time is None else asdict(time),
         "samples_per_s": planned.samples_per_s,
         "tokens_per_s": planned.tokens_per_s,
+        "model_flops": planned.model_flops,
     }
 
 

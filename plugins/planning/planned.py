@@ -70,14 +70,6 @@ class Planned:
         """Return the tokens per second of all ranks; 0: the time was not predicted, or the data are not text."""
         return self._per_second * self.batch.tokens
 
-    def mfu(self, flops_per_s: float) -> float:
-        """Return the fraction of a device's floating-point operations per second that the model uses.
-
-        Args:
-            flops_per_s: What a device can do.
-        """
-        return 0.0 if self.time is None else self.model_flops / self.time.total / flops_per_s
-
     def fits(self, memory: int | None) -> bool:
         """Return whether a rank needs at most 90% of its device.
 
