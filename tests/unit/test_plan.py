@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -124,6 +125,27 @@ def test_a_process_that_dies_is_started_once_more(tmp_path: Path) -> None:
     assert in_fork(partial(die_once, tmp_path / "mark")) == 7
     with pytest.raises(RuntimeError, match="ended with exit code -9"):
         in_fork(die)
+
+
+def test_a_process_that_waits_for_a_lock_of_another_thread_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, release = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            release.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    forked = sys.modules["lightning_dist.plugins.planning.forked"]
+    monkeypatch.setattr(forked, "_STUCK_AFTER_S", 2)
+    monkeypatch.setattr(forked, "_LOOK_EVERY_S", 0.5)
+    try:
+        assert in_fork(os.getpid) != os.getpid()
+        with pytest.raises(RuntimeError, match="used no processor time for 2 s"):
+            in_fork(lambda: lock.acquire())  # It cannot be pickled, so that this process is forked.
+    finally:
+        release.set()
+        holder.join()
 
 
 def die() -> None:
