@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_dist.cli.trainer import TrainerCommand, run_command
 from lightning_dist.plugins.planning import Layout, Planned, find_where, layouts_of, plan
+from lightning_dist.plugins.planning.choices import names_of_set
 from lightning_dist.plugins.planning.memory_of import parse_memory
 from lightning_dist.plugins.planning.picture import draw_plan, frontier
 from lightning_dist.plugins.strategies import NDParallelStrategy
@@ -151,13 +152,13 @@ class PlanCommand(TrainerCommand):
         num_nodes = _positive("nodes", nodes if nodes is not None else trainer.num_nodes, "--nodes=1")
         num_devices = _positive("devices", devices if devices is not None else trainer.devices, "--devices=8")
         limit = parse_memory(memory, "--memory") if memory is not None else _memory_of_gpu()
+        given = names_of_set(self._given_arguments())
         as_json: bool = self.config.plan.json
         backend = "nccl" if device is not None or _is_for_gpus(trainer.accelerator) else "gloo"
-        shares = not self._given_arguments().get("global_batch_size")
         layouts = layouts_of(num_nodes, num_devices)
         figures = None if profile is None else MachineProfile.read(profile)
         where = find_where(num_devices, backend, device, figures)
-        planned = plan(self._make, layouts, limit, backend, shares, where, on_progress=_show_progress)
+        planned = plan(self._make, layouts, limit, backend, where, given, on_progress=_show_progress)
         fitting = [one for one in planned if one.fits(limit)]
         if as_json:
             print(json.dumps([_as_dict(one, limit) for one in planned], indent=2))
@@ -232,6 +233,7 @@ def _as_dict(planned: Planned, memory: int | None) -> dict[str, Any]:
         "samples_per_s": planned.samples_per_s,
         "tokens_per_s": planned.tokens_per_s,
         "model_flops": planned.model_flops,
+        "mfu": planned.mfu or None,
     }
 
 
@@ -244,18 +246,19 @@ def _print(planned: Sequence[Planned], num_nodes: int, num_devices: int, memory:
     is_timed = any(one.time is not None for one in known)
     console.print(f"Predicted memory of a rank, in MiB{' and time of a step, in ms,' * is_timed} on {where}{limit}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = ["layout", "activations", "in a step", "between steps", *(_TIMES if is_timed else ()), ""]
+    times = (*_TIMES, *(["MFU"] if any(one.mfu for one in known) else [])) if is_timed else ()
+    columns = ["layout", "options", "in a step", "between steps", *times, ""]
     for title in columns:
-        table.add_column(title, justify="left" if title in ("layout", "activations", "") else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title in ("layout", "options", "") else "right", no_wrap=True)
     for one in known:
-        fits, activations = one.fits(memory), "recomputed" if one.layout.recomputes else "kept"
+        fits, options = one.fits(memory), ", ".join(f"{name}={value}" for name, value in one.layout.options)
         remark = "" if memory is None else "fits" if fits else f"{(one.peak or 0) / memory:.0%} of the device"
         cells = [
             f"{'≈ ' * one.is_estimated}{one.layout.axes}",
-            activations,
+            options,
             _mib(one.peak),
             _mib(one.resident),
-            *(_times(one) if is_timed else ()),
+            *_times(one)[: len(times)],
         ]
         table.add_row(*cells, Text(remark, "" if fits else "dim"))
     console.print(table)
@@ -298,10 +301,10 @@ _TIMES = ("step", "compute", "sending", "other", "samples/s")
 def _times(planned: Planned) -> list[str]:
     time = planned.time
     if time is None:
-        return [""] * len(_TIMES)
+        return [""] * (len(_TIMES) + 1)
     sending = sum(time.communication.values())
     seconds = (time.total, time.compute, sending, time.total - time.compute - sending)
-    return [*(f"{1e3 * one:,.1f}" for one in seconds), f"{planned.samples_per_s:,.0f}"]
+    return [*(f"{1e3 * one:,.1f}" for one in seconds), f"{planned.samples_per_s:,.0f}", f"{planned.mfu:.0%}"]
 
 
 def _mib(num_bytes: int | None) -> str:

@@ -11,6 +11,7 @@
 - ``memory_of``: Reads sizes of memory.
 - ``auto_parallel``: Provides the strategy that chooses its layout by a plan.
 - ``planned``: Holds what is predicted for a layout.
+- ``choices``: Lists options besides the sizes that may help a layout.
 - ``estimates``: Estimates it from the dry runs of other layouts.
 - ``picture``: Draws a plan.
 - ``report``: Compares the prediction with what the run needs.

@@ -16,6 +16,7 @@ from lightning_dist.checkpoint import CheckpointError, read_manifest
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parallelize import ParallelConfig, options_from
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.planning.choices import names_of_set
 from lightning_dist.plugins.planning.layouts import Layout, layouts_of
 from lightning_dist.plugins.planning.memory_of import memory_of, parse_memory
 from lightning_dist.plugins.planning.plan import plan
@@ -171,9 +172,9 @@ class AutoParallelStrategy(NDParallelStrategy):
         self.trainer.callbacks.insert(0, PredictionReport(chosen))  # type: ignore[attr-defined]
         layout = chosen.layout
         self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **layout.sizes, ep=self.layout.ep)
-        if layout.recomputes:
+        if layout.options:
             options = {name: value for name, value in self._options.items() if name in _names_of_options(self)}
-            arguments = options_from({**options, "activation_checkpointing": "full"})
+            arguments = options_from({**options, **dict(layout.options)})
             self._config = ParallelConfig(self._config.units, arguments)
         check_run(self)
 
@@ -189,13 +190,10 @@ class AutoParallelStrategy(NDParallelStrategy):
         rank_zero_info(f"auto_parallel: predicting {_count(len(layouts), 'layout')} of {_count(num_ranks, 'rank')}")
         where = find_where(self.num_processes, backend, None, self._profile)
         memory = self._memory or memory_of(self.root_device, self.num_processes)
-        shares = not self._options.get("global_batch_size")
-        recomputes = not self._options.get("activation_checkpointing")
+        set_by_user = names_of_set(self._options)
         self._memory = memory
         by_memory = self._objective == "memory"
-        return plan(
-            self._trained(), layouts, memory, backend, shares, where, recomputes=recomputes, by_memory=by_memory
-        )
+        return plan(self._trained(), layouts, memory, backend, where, set_by_user, by_memory)
 
     def _trained(self) -> _Trained:
         trainer = self.trainer
@@ -259,7 +257,8 @@ def _line(planned: Planned, memory: int | None) -> str:
     if planned.time is None:
         return text
     rate, of = (planned.tokens_per_s, "tokens") if planned.tokens_per_s else (planned.samples_per_s, "samples")
-    return f"{text}, {1e3 * planned.time.total:,.1f} ms a step, {rate:,.0f} {of}/s"
+    mfu = f", MFU {planned.mfu:.0%}" if planned.mfu else ""
+    return f"{text}, {1e3 * planned.time.total:,.1f} ms a step, {rate:,.0f} {of}/s{mfu}"
 
 
 def _why_none(planned: Sequence[Planned], memory: int | None) -> str:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from lightning_dist.plugins.planning.choices import RECOMPUTING
 from lightning_dist.plugins.planning.dry_run import DryRun
 from lightning_dist.plugins.planning.layouts import Layout
 from lightning_dist.plugins.planning.planned import Planned
-from lightning_dist.plugins.planning.step_time import Busy, Where, busy_seconds, messages, step_time
+from lightning_dist.plugins.planning.step_time import (
+    Busy,
+    Where,
+    busy_seconds,
+    messages,
+    peak_flops_per_s,
+    step_time,
+)
+from lightning_dist.run.telemetry.batch import BatchSize
 
-__all__ = ["Estimates", "base_layouts"]
+__all__ = ["Estimates", "base_layouts", "batches_are_divided"]
 
 _REPLICAS, _SHARDS, _MORE_SHARDS = Layout(dp_replicate=2), Layout(dp_shard=2), Layout(dp_shard=8)
 _OF_AXIS = {
@@ -19,7 +28,8 @@ _OF_AXIS = {
     "cp": replace(_SHARDS, cp=2),
     "pp": replace(_SHARDS, pp=2),
 }
-_RECOMPUTING = replace(_SHARDS, recomputes=True)
+_RECOMPUTING = _SHARDS.having(**RECOMPUTING)
+_SMALLER_BATCH = replace(_SHARDS, dp_replicate=4)
 
 
 def base_layouts(layouts: Sequence[Layout], recomputes: bool) -> list[Layout]:
@@ -30,7 +40,23 @@ def base_layouts(layouts: Sequence[Layout], recomputes: bool) -> list[Layout]:
         recomputes: Whether they are also estimated with recomputed activations.
     """
     used = [layout for axis, layout in _OF_AXIS.items() if any(one.sizes[axis] > 1 for one in layouts)]
-    return [_SHARDS, _MORE_SHARDS, _REPLICAS, *used, *([_RECOMPUTING] if recomputes else [])]
+    return [_SHARDS, _MORE_SHARDS, _SMALLER_BATCH, _REPLICAS, *used, *([_RECOMPUTING] if recomputes else [])]
+
+
+def batches_are_divided(runs: Iterable[Sequence[DryRun] | str]) -> bool:
+    """Return whether ranks have smaller batches where more of them have different ones.
+
+    Args:
+        runs: Dry runs of layouts, or the reasons why they cannot be used.
+
+    Returns:
+        Whether dry runs with different numbers of such ranks have batches of different sizes; True also if there is
+        only one such number, which does not tell.
+    """
+    samples = {
+        run.num_data_parallel: run.batch.samples for found in runs if not isinstance(found, str) for run in found
+    }
+    return len(samples) < 2 or len(set(samples.values())) > 1
 
 
 class Estimates:
@@ -38,7 +64,9 @@ class Estimates:
 
     Along each axis, a part of a number stays the same on all ranks, and the rest is divided among them: the two are
     found from the dry runs with one and with two ranks (for ``dp_shard``, with two and with eight). Axes are taken to
-    act independently. Messages are those of the dry runs with the sizes of the groups of the layout.
+    act independently. Messages are those of the dry runs with the sizes of the groups of the layout. If the batch of a
+    rank is a part of a global batch, what depends on its size is found from dry runs with the same shards and other
+    numbers of replicas.
 
     Args:
         runs: The dry runs of :func:`base_layouts`, or the reason why a layout cannot be used.
@@ -57,16 +85,24 @@ class Estimates:
         """Return the estimate for a layout."""
         base = _SHARDS if layout.dp_shard > 1 or layout.cp > 1 else _REPLICAS
         of_axes = {axis: two for axis, two in _OF_AXIS.items() if layout.sizes[axis] > 1}
-        needed = [base, _SHARDS, _MORE_SHARDS, *of_axes.values(), *([_RECOMPUTING] if layout.recomputes else [])]
-        for one in needed:
-            if one in self._reasons:
-                return Planned(layout, why_not=self._reasons[one])
+        others = (_SHARDS, _MORE_SHARDS, _SMALLER_BATCH)
+        needed = [base, *others, *of_axes.values(), *([_RECOMPUTING] if layout.recomputes else [])]
+        reason = self._why_not(layout, needed)
+        if reason:
+            return Planned(layout, why_not=reason)
+        batch, first = self._batch(layout), self._runs[_SHARDS].batch
+        added_samples = batch.samples - first.samples
+        batches = batch.samples / first.samples if added_samples else 1.0
 
         def scaled(number_of: Callable[[Layout], float]) -> float:
-            number, one = number_of(base), number_of(_SHARDS)
+            number, one, with_smaller_batch = number_of(base), number_of(_SHARDS), number_of(_SMALLER_BATCH)
             if base is _SHARDS:  # With n ranks: a + b / n.
-                divided = (one - number_of(_MORE_SHARDS)) / (1 / _SHARDS.dp_shard - 1 / _MORE_SHARDS.dp_shard)
+                divided = (with_smaller_batch - number_of(_MORE_SHARDS)) / (
+                    1 / _SHARDS.dp_shard - 1 / _MORE_SHARDS.dp_shard
+                )
                 number += divided * (1 / layout.dp_shard - 1 / _SHARDS.dp_shard)
+            if added_samples:
+                number += (one - with_smaller_batch) / self._samples_between * added_samples
             for axis, two in of_axes.items():
                 number *= _fraction(one, number_of(two), layout.sizes[axis])
             if layout.recomputes and one:
@@ -77,33 +113,72 @@ class Estimates:
         transient = scaled(lambda one: self._runs[one].peak - self._runs[one].resident)
         time = None
         if self._where is not None:
-            first = self._runs[of_axes.get("pp", base)].num_microbatches
+            num_microbatches = self._runs[of_axes.get("pp", base)].num_microbatches * layout.pp // 2
             busy = Busy(
                 scaled(lambda one: self._busy[one].compute),
                 scaled(lambda one: self._busy[one].optimizer),
                 scaled(lambda one: self._busy[one].host),
-                max(first * layout.pp // 2, 1),
+                max(min(num_microbatches, batch.samples), 1),
             )
-            time = step_time(layout, busy, self._messages(layout, [base, *of_axes.values()], self._where), self._where)
-        run = self._runs[base]
+            sent = self._messages(layout, [base, *of_axes.values()], self._where, batches)
+            time = step_time(layout, busy, sent, self._where)
+        model_flops = self._runs[_SHARDS].work.model_flops * batches
         return Planned(
             layout,
             round(resident),
             round(resident + transient),
             time=time,
-            batch=run.batch,
-            model_flops=run.work.model_flops / (layout.tp * layout.cp * layout.pp),
+            batch=batch,
+            model_flops=model_flops / (layout.tp * layout.cp * layout.pp),
+            peak_flops_per_s=0.0 if self._where is None else peak_flops_per_s(self._runs[base], self._where),
             is_estimated=True,
         )
 
-    def _messages(self, layout: Layout, bases: Sequence[Layout], where: Where) -> dict[str, float]:
-        """Return the seconds of messages over each axis, from the dry run that has this axis."""
+    @property
+    def _samples_between(self) -> int:
+        """Return the number of samples that a rank of ``_SMALLER_BATCH`` has less than one of ``_SHARDS``."""
+        return self._runs[_SHARDS].batch.samples - self._runs[_SMALLER_BATCH].batch.samples
+
+    def _why_not(self, layout: Layout, needed: Sequence[Layout]) -> str:
+        """Return the reason why a layout cannot be used or estimated; "": there is none."""
+        for one in needed:
+            if one in self._reasons:
+                return self._reasons[one]
+        if not self._samples_between:
+            return ""
+        samples, ranks = self._runs[_SHARDS].batch.samples * _SHARDS.num_data_parallel, layout.num_data_parallel
+        if samples % ranks:
+            return f"A batch of {samples} samples cannot be divided among {ranks} ranks."
+        if samples // ranks < layout.pp:
+            return f"A rank's batch of {samples // ranks} has fewer samples than the pipeline has stages ({layout.pp})."
+        return ""
+
+    def _batch(self, layout: Layout) -> BatchSize:
+        """Return the size of a rank's batch."""
+        first, ranks = self._runs[_SHARDS].batch, layout.num_data_parallel
+        if not self._samples_between:
+            return first
+        return BatchSize(*(number * _SHARDS.num_data_parallel // ranks for number in (first.samples, first.tokens)))
+
+    def _messages(self, layout: Layout, bases: Sequence[Layout], where: Where, batches: float) -> dict[str, float]:
+        """Return the seconds of messages over each axis, from the dry run that has this axis.
+
+        Args:
+            layout: The layout.
+            bases: The dry runs.
+            where: What is known of the devices.
+            batches: Size of a rank's batch in relation to that of the dry runs, to which messages with activations are
+                proportional.
+        """
         found: dict[str, float] = {}
         for base in bases:
             for axes, seconds in messages(layout, self._runs[base], where).items():
                 if axes not in found:
-                    others = [axis for axis in _OF_AXIS if axis not in axes.split(" x ") and base.sizes[axis] == 1]
+                    sent_over = axes.split(" x ")
+                    others = [axis for axis in _OF_AXIS if axis not in sent_over and base.sizes[axis] == 1]
                     found[axes] = seconds / math.prod(layout.sizes[axis] for axis in others)
+                    if not _OF_AXIS.keys().isdisjoint(sent_over):
+                        found[axes] *= batches
         return found
 
 

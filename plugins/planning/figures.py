@@ -70,6 +70,8 @@ class DeviceSpeed:
         num_cores: Number of cores that the ranks of a node share; None: each rank has a device of its own, and the host
             runs ahead of it.
         measured: Measured seconds of operations, which are preferred to the rates.
+        peaks: The rates of the data sheet or of the fastest product, by dtype, of which MFU is a fraction; empty for
+            cores that ranks share.
     """
 
     name: str
@@ -78,6 +80,7 @@ class DeviceSpeed:
     host_s: float
     num_cores: int | None = None
     measured: Mapping[Operation, float] = field(default_factory=dict)
+    peaks: Mapping[torch.dtype, float] = field(default_factory=dict)
 
     def seconds(self, operation: Operation) -> float:
         """Return the seconds of an operation: measured ones, or the roofline of computation and memory."""
@@ -99,12 +102,13 @@ class DeviceSpeed:
         sheet = DEVICES.get(name.lower())
         if sheet is None:
             raise ValueError(f"--device={name} is unknown: give one of {', '.join(DEVICES)}, or a profile of doctor.")
-        peaks = {dtype: known_peak(sheet.name, dtype, False) for dtype in _DTYPES}
+        peaks = _known_peaks(sheet.name)
         return cls(
             f"{sheet.name}, {_REACHED:.0%} of the data sheet",
-            {dtype: _REACHED * peak.flops_per_s for dtype, peak in peaks.items() if peak is not None},
+            {dtype: _REACHED * peak for dtype, peak in peaks.items()},
             _REACHED * sheet.memory_bytes_per_s,
             _HOST_S_OF_ACCELERATOR,
+            peaks=peaks,
         )
 
     @classmethod
@@ -119,19 +123,28 @@ class DeviceSpeed:
             slowest.memory_bytes_per_s,
             host_seconds() if is_cpu else _HOST_S_OF_ACCELERATOR,
             os.cpu_count() if is_cpu else None,
+            peaks={} if is_cpu else rates | _known_peaks(slowest.name),
         )
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceSpeed:
         """Return the speed of a device of this machine, which is measured."""
-        dtypes = (torch.float32,) if device.type == "cpu" else _DTYPES
+        is_cpu = device.type == "cpu"
+        rates = {dtype: measured_peak(device, dtype).flops_per_s for dtype in ((torch.float32,) if is_cpu else _DTYPES)}
         return cls(
             f"{device_name(device)}, measured here",
-            {dtype: measured_peak(device, dtype).flops_per_s for dtype in dtypes},
+            rates,
             copy_bandwidth(device, _COPIED_BYTES),
             host_seconds(),
-            os.cpu_count() if device.type == "cpu" else None,
+            os.cpu_count() if is_cpu else None,
+            peaks={} if is_cpu else rates | _known_peaks(device_name(device)),
         )
+
+
+def _known_peaks(name: str) -> dict[torch.dtype, float]:
+    """Return the rates of the data sheet of a device, by dtype; empty: there is none."""
+    peaks = {dtype: known_peak(name, dtype, False) for dtype in _DTYPES}
+    return {dtype: peak.flops_per_s for dtype, peak in peaks.items() if peak is not None}
 
 
 @dataclass(frozen=True)

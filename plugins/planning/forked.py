@@ -185,9 +185,7 @@ def _run_backward() -> None:
     torch.ones(1, requires_grad=True).sum().backward()
 
 
-def _started_in(
-    contexts: Sequence[Any], index: int, function: Callable[[], Any]
-) -> tuple[Connection, _Running]:
+def _started_in(contexts: Sequence[Any], index: int, function: Callable[[], Any]) -> tuple[Connection, _Running]:
     """Start a process in the first context, or in a later one where the first cannot pickle the function."""
     for context in contexts:
         try:

@@ -15,7 +15,7 @@ _MODEL_AXES = ("tp", "cp", "pp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Hold the sizes of the axes of a mesh, and what lowers the memory of activations.
+    """Hold the sizes of the axes of a mesh, and further options.
 
     Args:
         dp_replicate: Number of replicas.
@@ -23,7 +23,7 @@ class Layout:
         tp: Number of ranks that split layers.
         cp: Number of ranks that split sequences.
         pp: Number of ranks of a pipeline.
-        recomputes: Whether the backward computes the activations of blocks again.
+        options: Further arguments of the strategy and their values, sorted by names.
     """
 
     dp_replicate: int = 1
@@ -31,7 +31,7 @@ class Layout:
     tp: int = 1
     cp: int = 1
     pp: int = 1
-    recomputes: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,7 +52,16 @@ class Layout:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_dist.NDParallelStrategy` that this layout sets."""
         sizes = {f"{axis}_size": size for axis, size in self.sizes.items()}
-        return {**sizes, **({"activation_checkpointing": "full"} if self.recomputes else {})}
+        return {**sizes, **dict(self.options)}
+
+    def having(self, **options: Any) -> Layout:
+        """Return the layout with other options besides its own ones, or in place of them."""
+        return replace(self, options=tuple(sorted((dict(self.options) | options).items())))
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether the backward computes activations of blocks again."""
+        return "activation_checkpointing" in dict(self.options)
 
     def with_few_replicas(self) -> Layout:
         """Return the layout with two replicas in place of more, whose ranks need the same memory."""
@@ -64,7 +73,8 @@ class Layout:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "1 rank"
 
     def __str__(self) -> str:
-        return f"{self.axes} with activation_checkpointing=full" if self.recomputes else self.axes
+        options = " and ".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.axes} with {options}" if options else self.axes
 
 
 def layouts_of(num_nodes: int, num_devices: int, **given: int) -> list[Layout]:
@@ -72,7 +82,7 @@ def layouts_of(num_nodes: int, num_devices: int, **given: int) -> list[Layout]:
 
     Ranks of ``tp`` and ``cp`` are on one node, because they exchange activations in each layer. Of the three axes that
     split a model, at most two are larger than 1. Parameters are shared by no ranks, by those of a node, or by all.
-    Activations are kept.
+    They have no further options.
 
     Args:
         num_nodes: Number of nodes.

@@ -94,7 +94,7 @@ def _draw_frontier(axes: Any, planned: Sequence[Planned], memory: int | None) ->
 
 
 def _draw_parts(axes: Any, planned: Sequence[Planned]) -> None:
-    names = [f"{one.layout.axes}{', recomputed' * one.layout.recomputes}" for one in planned]
+    names = [str(one.layout).replace(" with ", "\n") for one in planned]
     begins = [0.0] * len(planned)
     for part, colour in _PARTS.items():
         values = [1e3 * _part(one, part) for one in planned]

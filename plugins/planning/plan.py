@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_dist.plugins.planning.choices import RECOMPUTING, variants
 from lightning_dist.plugins.planning.dry_run import DryRun, run_as_rank
-from lightning_dist.plugins.planning.estimates import Estimates, base_layouts
+from lightning_dist.plugins.planning.estimates import Estimates, base_layouts, batches_are_divided
 from lightning_dist.plugins.planning.forked import in_forks
 from lightning_dist.plugins.planning.layouts import Layout
 from lightning_dist.plugins.planning.planned import Planned
@@ -29,9 +29,8 @@ def plan(
     layouts: Sequence[Layout],
     memory: int | None,
     backend: str,
-    shares_replicas: bool,
     where: Callable[[Collection[Operation]], Where] | None = None,
-    recomputes: bool = True,
+    given: Collection[str] = (),
     by_memory: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> list[Planned]:
@@ -42,37 +41,71 @@ def plan(
         layouts: The layouts.
         memory: Bytes of the memory of a device; None: it has no limit.
         backend: Backend over which the ranks would communicate, ``"gloo"`` or ``"nccl"``.
-        shares_replicas: Whether layouts that differ only in the number of replicas share one dry run. They do not where
-            the batch of a rank depends on this number.
         where: Function that returns the speed of the devices, given the operations of all layouts, which it may
             measure; None: times are not predicted.
-        recomputes: Whether those that need too much are tried once more with recomputed activations.
+        given: Names of arguments of the strategy that are set: no values are chosen for them.
         by_memory: Whether those that fit are sorted by their peaks.
         on_progress: Function that is called with the number of dry runs that have ended and the number of all.
 
     Returns:
         The prediction of each layout: those that fit, the fastest first; those that do not, those that need the least
         first; and those that cannot be used. If no times are predicted, those that fit have the order of ``layouts``.
+        Layouts that need too much are also predicted with recomputed activations, and the best one with the options of
+        :func:`~lightning_dist.plugins.planning.choices.variants`.
     """
     order = partial(_in_order, memory=memory, by_memory=by_memory)
-    dry_runs = _DryRuns(make, backend, shares_replicas, on_progress)
-    num_runs = sum(len(_stages(layout)) for layout in {dry_runs.key(layout) for layout in layouts})
-    if num_runs <= _MOST_RUNS_OF_CORE * _at_once() or not shares_replicas:
+    dry_runs = _DryRuns(make, backend, on_progress)
+    planned = _of_sizes(dry_runs, layouts, memory, where, RECOMPUTING.keys().isdisjoint(given), order)
+    best = planned[0]
+    if best.peak is None:
+        return planned
+    found = dry_runs.planned(variants(best.layout, best.fits(memory), given), where)
+    return order([*planned, *(one for one in found if one.peak is not None)])
+
+
+def _of_sizes(
+    dry_runs: _DryRuns,
+    layouts: Sequence[Layout],
+    memory: int | None,
+    where: Callable[[Collection[Operation]], Where] | None,
+    recomputes: bool,
+    order: Callable[[list[Planned]], list[Planned]],
+) -> list[Planned]:
+    """Return the predictions of :func:`plan` without the variants of the best one, which is never estimated."""
+    num_runs = sum(len(_stages(layout)) for layout in {layout.with_few_replicas() for layout in layouts})
+    if num_runs <= _MOST_RUNS_OF_CORE * _at_once():
         planned = dry_runs.planned(layouts, where)
         too_large = _too_large(planned, memory) if recomputes else []
         return order(planned + dry_runs.planned(too_large, where))
     bases = base_layouts(layouts, recomputes)
     found = dry_runs(bases)
     known = where and where(_operations(found))
-    estimate = Estimates({base: found[dry_runs.key(base)] for base in bases}, known)
+    estimate = Estimates({base: found[base] for base in bases}, known)
     planned = [estimate(layout) for layout in layouts]
     too_large = _too_large(planned, memory) if recomputes else []
     planned = order(planned + [estimate(layout) for layout in too_large])
-    while (best := planned[0]).is_estimated and best.fits(memory):
+    while planned[0].is_estimated and planned[0].fits(memory):
         # A layout that turns out to be worse than estimated makes place for the next one.
-        (exact,) = dry_runs.planned([best.layout], where)
-        planned = order([exact, *planned[1:]])
+        best = [one for one in planned if one.is_estimated and one.fits(memory)][: _at_once()]
+        exact = dry_runs.planned([one.layout for one in best], where)
+        refused = {_split(one.layout): one.why_not for one in exact if one.peak is None}
+        others = [one for one in planned if one not in best]
+        planned = order([*exact, *(_refused_as(one, refused) for one in others)])
     return planned
+
+
+def _split(layout: Layout) -> tuple[int, int, int]:
+    """Return the sizes of the axes that split a model."""
+    return layout.tp, layout.cp, layout.pp
+
+
+def _refused_as(planned: Planned, reasons: Mapping[tuple[int, int, int], str]) -> Planned:
+    """Return the prediction, or the reason why a layout that splits the model in the same way cannot be used.
+
+    Such a layout has as many ranks with different batches, so that only the number of its shards is another one.
+    """
+    reason = reasons.get(_split(planned.layout)) if planned.is_estimated else None
+    return planned if reason is None else Planned(planned.layout, why_not=reason)
 
 
 _MOST_RUNS_OF_CORE = 8
@@ -90,7 +123,7 @@ def _at_once() -> int:
 
 def _too_large(planned: Sequence[Planned], memory: int | None) -> list[Layout]:
     """Return the layouts that need too much, with recomputed activations."""
-    return [replace(one.layout, recomputes=True) for one in planned if one.peak is not None and not one.fits(memory)]
+    return [one.layout.having(**RECOMPUTING) for one in planned if one.peak is not None and not one.fits(memory)]
 
 
 def _in_order(planned: Sequence[Planned], memory: int | None, by_memory: bool) -> list[Planned]:
@@ -114,21 +147,15 @@ class _DryRuns:
     Args:
         make: As for :func:`plan`, like the others.
         backend: Backend of the ranks.
-        shares_replicas: Whether layouts that differ only in the number of replicas share one dry run.
         on_progress: Function that is called as dry runs end.
     """
 
-    def __init__(
-        self, make: Make, backend: str, shares_replicas: bool, on_progress: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, make: Make, backend: str, on_progress: Callable[[int, int], None]) -> None:
         self._make = make
         self._backend = backend
-        self._shares_replicas = shares_replicas
         self._on_progress = on_progress
-
-    def key(self, layout: Layout) -> Layout:
-        """Return the layout whose dry run is that of ``layout``."""
-        return layout.with_few_replicas() if self._shares_replicas else layout
+        self._found: dict[Layout, list[DryRun] | str] = {}
+        self._are_divided = False
 
     def planned(
         self, layouts: Sequence[Layout], where: Callable[[Collection[Operation]], Where] | None
@@ -137,8 +164,7 @@ class _DryRuns:
         found = self(layouts)
         known = where(_operations(found)) if where is not None and layouts else None
         predictions = []
-        for layout in layouts:
-            outcome = found[self.key(layout)]
+        for layout, outcome in found.items():
             if isinstance(outcome, str):
                 predictions.append(Planned(layout, why_not=outcome))
             else:
@@ -146,22 +172,40 @@ class _DryRuns:
         return predictions
 
     def __call__(self, layouts: Sequence[Layout]) -> dict[Layout, list[DryRun] | str]:
-        """Return the dry runs of the ranks of each layout's stages, or the reason why it cannot be used, by its key."""
-        keys = dict.fromkeys(map(self.key, layouts))
-        runs = [(key, stage) for key in keys for stage in _stages(key)]
+        """Return the dry runs of the ranks of each layout's stages, or the reason why it cannot be used.
+
+        Layouts that differ only in the number of replicas share dry runs, unless the batch of a rank depends on it.
+        """
+        if not self._are_divided:
+            few = {layout: layout.with_few_replicas() for layout in layouts}
+            self._run(few.values())
+            self._are_divided = batches_are_divided(self._found.values())
+            if not self._are_divided:
+                return {layout: self._found[few[layout]] for layout in layouts}
+        self._run(layouts)
+        return {layout: self._found[layout] for layout in layouts}
+
+    def _run(self, layouts: Iterable[Layout]) -> None:
+        """Make the dry runs of layouts that have none yet."""
+        new = [layout for layout in dict.fromkeys(layouts) if layout not in self._found]
+        runs = [(layout, stage) for layout in new for stage in _stages(layout)]
         calls = [
             partial(
-                run_as_rank, partial(self._make, key), 1, key.num_ranks, stage * key.num_ranks // key.pp, self._backend
+                run_as_rank,
+                partial(self._make, layout),
+                1,
+                layout.num_ranks,
+                stage * layout.num_ranks // layout.pp,
+                self._backend,
             )
-            for key, stage in runs
+            for layout, stage in runs
         ]
-        found: dict[Layout, list[DryRun] | str] = {key: [] for key in keys}
+        self._found |= {layout: [] for layout in new}
         for done, (index, result, error) in enumerate(in_forks(calls, _at_once()), 1):
-            key = runs[index][0]
-            outcome = found[key]
+            layout = runs[index][0]
+            outcome = self._found[layout]
             if result is None:
-                found[key] = (str(error).strip() or type(error).__name__).split("\n")[0]
+                self._found[layout] = (str(error).strip() or type(error).__name__).split("\n")[0]
             elif not isinstance(outcome, str):
                 outcome.append(result)
             self._on_progress(done, len(runs))
-        return found

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from lightning_dist.plugins.planning.dry_run import DryRun
 from lightning_dist.plugins.planning.layouts import Layout
-from lightning_dist.plugins.planning.step_time import StepTime, Where, predict_step_time
+from lightning_dist.plugins.planning.step_time import (
+    StepTime,
+    Where,
+    peak_flops_per_s,
+    predict_step_time,
+)
 from lightning_dist.run.telemetry.batch import BatchSize
 
 __all__ = ["Planned"]
@@ -29,6 +34,7 @@ class Planned:
         time: The predicted time of a step; None: it was not predicted.
         batch: Samples and tokens of a rank's batches in a step.
         model_flops: Floating-point operations of a rank in a step, the mean of the stages of a pipeline.
+        peak_flops_per_s: Greatest rate of the device in the dtype of most products; 0: it is not known.
         is_estimated: Whether the numbers were derived from those of other layouts, and not from a dry run of this one.
     """
 
@@ -39,6 +45,7 @@ class Planned:
     time: StepTime | None = None
     batch: BatchSize = _NO_BATCH
     model_flops: float = 0.0
+    peak_flops_per_s: float = 0.0
     is_estimated: bool = False
 
     @classmethod
@@ -52,8 +59,9 @@ class Planned:
         """
         worst = max(runs, key=lambda run: run.peak)
         time = None if where is None else predict_step_time(layout, runs, where)
+        peak = 0.0 if where is None else peak_flops_per_s(worst, where)
         model_flops = sum(run.work.model_flops for run in runs) / len(runs)
-        return cls(layout, worst.resident, worst.peak, "", time, runs[0].batch, model_flops)
+        return cls(layout, worst.resident, worst.peak, "", time, runs[0].batch, model_flops, peak)
 
     @property
     def _per_second(self) -> float:
@@ -69,6 +77,13 @@ class Planned:
     def tokens_per_s(self) -> float:
         """Return the tokens per second of all ranks; 0: the time was not predicted, or the data are not text."""
         return self._per_second * self.batch.tokens
+
+    @property
+    def mfu(self) -> float:
+        """Return the model FLOPs utilization, in ``[0, 1]``; 0: the time or the device's rate is not known."""
+        if self.time is None or not self.peak_flops_per_s:
+            return 0.0
+        return self.model_flops / (self.time.total * self.peak_flops_per_s)
 
     def fits(self, memory: int | None) -> bool:
         """Return whether a rank needs at most 90% of its device.

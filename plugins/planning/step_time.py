@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.planning.dry_run import DryRun
 from lightning_dist.plugins.planning.figures import DeviceSpeed, Links
 from lightning_dist.plugins.planning.layouts import Layout
 
-__all__ = ["Busy", "StepTime", "Where", "busy_seconds", "messages", "predict_step_time", "step_time"]
+__all__ = [
+    "Busy",
+    "StepTime",
+    "Where",
+    "busy_seconds",
+    "messages",
+    "peak_flops_per_s",
+    "predict_step_time",
+    "step_time",
+]
 
 _HIDDEN = frozenset({"dp_replicate", "dp_shard"})
 """Axes whose messages are sent while other layers are computed, on devices that do both at the same time."""
@@ -101,6 +112,14 @@ def busy_seconds(run: DryRun, where: Where) -> Busy:
     )
     host = where.speed.host_s * (run.work.num_dispatches + run.optimizer.num_dispatches)
     return Busy(compute, optimizer, host, run.num_microbatches)
+
+
+def peak_flops_per_s(run: DryRun, where: Where) -> float:
+    """Return the greatest rate of the device in the dtype of most products of a dry run; 0: it is not known."""
+    flops: Counter[torch.dtype] = Counter()
+    for operation, number in run.work.operations.items():
+        flops[operation.dtype] += operation.flops * number
+    return where.speed.peaks.get(flops.most_common(1)[0][0], 0.0) if flops else 0.0
 
 
 def messages(layout: Layout, run: DryRun, where: Where) -> dict[str, float]:

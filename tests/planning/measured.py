@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.planning.cases import Case, make
 
-__all__ = ["Measured", "measure"]
+__all__ = ["Measured", "fit", "measure"]
 
 
 class Measured(NamedTuple):
@@ -86,11 +86,16 @@ class _Measure(Callback):
 def measure(case: Case) -> Measured:
     """Train two optimizer steps on this rank, and return its memory. This is a collective over all processes."""
     torch.set_num_threads(1)
-    module, data, arguments = make(case)
     callback = _Measure(case.trainer.get("accumulate_grad_batches", 1))
+    fit(case, callback)
+    return callback.measured
+
+
+def fit(case: Case, callback: Callback) -> None:
+    """Train two optimizer steps on this rank. This is a collective over all processes."""
+    module, data, arguments = make(case)
     trainer = Trainer(
         **arguments, accelerator="cpu", devices=case.num_ranks, max_steps=2, logger=False, callbacks=[callback],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, data)
-    return callback.measured

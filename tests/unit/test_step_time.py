@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_dist.plugins.planning import Layout, Planned, Where
 from lightning_dist.plugins.planning.dry_run import DryRun
-from lightning_dist.plugins.planning.estimates import Estimates, base_layouts
+from lightning_dist.plugins.planning.estimates import Estimates, base_layouts, batches_are_divided
 from lightning_dist.plugins.planning.figures import DeviceSpeed, Link, Links
 from lightning_dist.plugins.planning.operation_times import measured_seconds
 from lightning_dist.plugins.planning.picture import draw_plan, frontier
@@ -131,9 +131,41 @@ def test_estimates_divide_what_two_ranks_divide() -> None:
     assert (alone.resident, alone.peak) == (25, 425)
     assert both.resident == pytest.approx(25 * (1 / 3 + 2 / 3 / 4), abs=1)
     assert (both.peak or 0) - (both.resident or 0) == pytest.approx(200 + 200 / 4, abs=1)
-    assert estimate(replace(Layout(dp_shard=16), recomputes=True)).peak == pytest.approx(25 + 100, abs=1)
+    assert estimate(Layout(dp_shard=16).having(activation_checkpointing="full")).peak == pytest.approx(25 + 100, abs=1)
     assert estimate(Layout(dp_shard=8, pp=8)).why_not == "it has no stages"
     assert both.is_estimated
+
+
+def test_estimates_know_that_a_global_batch_is_divided() -> None:
+    layouts = [Layout(dp_replicate=4, dp_shard=16)]
+    runs: dict[Layout, list[DryRun] | str] = {}
+    for base in base_layouts(layouts, recomputes=False):
+        samples = 64 // base.num_data_parallel
+        resident = 20 + 80 // base.dp_shard
+        run = run_of(base, Work(model_flops=3 * samples), {}, resident + 50 + 10 * samples, resident)
+        runs[base] = [replace(run, batch=BatchSize(samples, 8 * samples))]
+    estimate = Estimates(runs, None)
+    found = estimate(layouts[0])
+    assert found.batch == BatchSize(1, 8)
+    assert (found.resident, found.peak, found.model_flops) == (25, 25 + 50 + 10, 3)
+    assert estimate(Layout(dp_replicate=3)).why_not == "A batch of 64 samples cannot be divided among 3 ranks."
+    assert batches_are_divided(runs.values())
+    equal = {base: [replace(run, batch=BatchSize(8, 64)) for run in found] for base, (*found,) in runs.items()}
+    assert not batches_are_divided(equal.values())
+    assert batches_are_divided([equal[base] for base in list(equal)[:1]])
+
+
+def test_mfu_is_the_fraction_of_the_devices_rate_in_the_dtype_of_most_products() -> None:
+    layout, bf16 = Layout(dp_shard=2), torch.bfloat16
+    product = Operation("aten.mm.default", None, 2 * 10**12, 10**9, bf16)
+    other = Operation("aten.mm.default", None, 10**10, 10**9, F32)
+    run = run_of(layout, Work(Counter({product: 2, other: 1}), model_flops=4 * 10**12), {})
+    where = replace(GPUS, speed=replace(SPEED, flops_per_s={F32: 1e12, bf16: 2e12}, peaks={bf16: 4e12}))
+    planned = Planned.of(layout, [run], where)
+    assert planned.time is not None
+    assert planned.time.compute == pytest.approx(2.01, abs=1e-3)
+    assert planned.mfu == pytest.approx(4e12 / (planned.time.total * 4e12))
+    assert Planned.of(layout, [run], GPUS).mfu == 0
 
 
 def test_a_plan_is_drawn(tmp_path) -> None:
