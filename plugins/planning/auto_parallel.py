@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -56,6 +57,19 @@ class _Trained:
         """Return the module, the data, and the arguments of a Trainer."""
         strategy = NDParallelStrategy(**{**self.options, **layout.arguments})
         return self.module, self.data, {**self.arguments, "strategy": strategy}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled for another process: all but the Trainer, whose loggers have threads and locks."""
+        return {**vars(self), "module": _without_trainer(self.module), "data": _without_trainer(self.data)}
+
+
+def _without_trainer(thing: Any) -> Any:
+    """Return a shallow copy of a module or its data that belongs to no Trainer; other things as they are."""
+    if not isinstance(thing, LightningModule | LightningDataModule):
+        return thing
+    clone = copy.copy(thing)
+    vars(clone)["_trainer" if isinstance(thing, LightningModule) else "trainer"] = None
+    return clone
 
 
 class AutoParallelStrategy(NDParallelStrategy):
