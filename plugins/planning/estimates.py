@@ -68,6 +68,9 @@ class Estimates:
     rank is a part of a global batch, what depends on its size is found from dry runs with the same shards and other
     numbers of replicas.
 
+    What is learned of some layouts corrects the estimates of others that split the model along the same axes: these are
+    multiplied by the quotient of what was found and what was estimated for the layout whose sizes are the nearest.
+
     Args:
         runs: The dry runs of :func:`base_layouts`, or the reason why a layout cannot be used.
         where: What is known of the devices; None: no time is predicted.
@@ -80,9 +83,30 @@ class Estimates:
             layout: max(found, key=lambda run: run.peak) for layout, found in runs.items() if not isinstance(found, str)
         }
         self._busy = {} if where is None else {layout: busy_seconds(run, where) for layout, run in self._runs.items()}
+        self._learned: list[Planned] = []
+
+    def learn(self, found: Iterable[Planned]) -> None:
+        """Correct the estimates by predictions that are none.
+
+        Args:
+            found: The predictions, of layouts that can be estimated.
+        """
+        self._learned += found
 
     def __call__(self, layout: Layout) -> Planned:
         """Return the estimate for a layout."""
+        for one in self._learned:
+            # As many ranks have different batches, and only the number of shards is another one.
+            if one.peak is None and _split(one.layout) == _split(layout):
+                return Planned(layout, why_not=one.why_not)
+        estimate = self._uncorrected(layout)
+        similar = [one for one in self._learned if one.peak is not None and _is_similar(one.layout, layout)]
+        if not similar or estimate.peak is None:
+            return estimate
+        nearest = min(similar, key=lambda one: _distance(one.layout, layout))
+        return estimate.corrected(nearest, self._uncorrected(nearest.layout))
+
+    def _uncorrected(self, layout: Layout) -> Planned:
         base = _SHARDS if layout.dp_shard > 1 or layout.cp > 1 else _REPLICAS
         of_axes = {axis: two for axis, two in _OF_AXIS.items() if layout.sizes[axis] > 1}
         others = (_SHARDS, _MORE_SHARDS, _SMALLER_BATCH)
@@ -180,6 +204,23 @@ class Estimates:
                     if not _OF_AXIS.keys().isdisjoint(sent_over):
                         found[axes] *= batches
         return found
+
+
+def _split(layout: Layout) -> tuple[int, ...]:
+    """Return the sizes of the axes that split a model."""
+    return tuple(layout.sizes[axis] for axis in _OF_AXIS)
+
+
+def _is_similar(one: Layout, other: Layout) -> bool:
+    """Return whether two layouts split a model along the same axes and have the same options."""
+    return one.options == other.options and all(
+        (size > 1) == (same > 1) for size, same in zip(_split(one), _split(other), strict=True)
+    )
+
+
+def _distance(one: Layout, other: Layout) -> float:
+    """Return how much the sizes of two layouts differ, as the sum of the numbers of doublings."""
+    return sum(abs(math.log2(size / other.sizes[axis])) for axis, size in one.sizes.items())
 
 
 def _fraction(one: float, two: float, num_ranks: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -50,17 +51,19 @@ def plan(
     Returns:
         The prediction of each layout: those that fit, the fastest first; those that do not, those that need the least
         first; and those that cannot be used. If no times are predicted, those that fit have the order of ``layouts``.
+        If some that fit are estimated, the best one that is not is in front.
         Layouts that need too much are also predicted with recomputed activations, and the best one with the options of
         :func:`~lightning_dist.plugins.planning.choices.variants`.
     """
     order = partial(_in_order, memory=memory, by_memory=by_memory)
     dry_runs = _DryRuns(make, backend, on_progress)
     planned = _of_sizes(dry_runs, layouts, memory, where, RECOMPUTING.keys().isdisjoint(given), order)
+    planned = _checked_first(planned, memory)
     best = planned[0]
     if best.peak is None:
         return planned
     found = dry_runs.planned(variants(best.layout, best.fits(memory), given), where)
-    return order([*planned, *(one for one in found if one.peak is not None)])
+    return _checked_first(order([*planned, *(one for one in found if one.peak is not None)]), memory)
 
 
 def _of_sizes(
@@ -71,7 +74,7 @@ def _of_sizes(
     recomputes: bool,
     order: Callable[[list[Planned]], list[Planned]],
 ) -> list[Planned]:
-    """Return the predictions of :func:`plan` without the variants of the best one, which is never estimated."""
+    """Return the predictions of :func:`plan` without the variants of the best one."""
     num_runs = sum(len(_stages(layout)) for layout in {layout.with_few_replicas() for layout in layouts})
     if num_runs <= _MOST_RUNS_OF_CORE * _at_once():
         planned = dry_runs.planned(layouts, where)
@@ -79,37 +82,35 @@ def _of_sizes(
         return order(planned + dry_runs.planned(too_large, where))
     bases = base_layouts(layouts, recomputes)
     found = dry_runs(bases)
-    known = where and where(_operations(found))
-    estimate = Estimates({base: found[base] for base in bases}, known)
-    planned = [estimate(layout) for layout in layouts]
-    too_large = _too_large(planned, memory) if recomputes else []
-    planned = order(planned + [estimate(layout) for layout in too_large])
-    while planned[0].is_estimated and planned[0].fits(memory):
-        # A layout that turns out to be worse than estimated makes place for the next one.
+    estimate = Estimates({base: found[base] for base in bases}, where and where(_operations(found)))
+    checked: dict[Layout, Planned] = {}
+
+    def predicted(some: Iterable[Layout]) -> list[Planned]:
+        return [checked.get(layout) or estimate(layout) for layout in some]
+
+    for num_rounds in itertools.count():
+        planned = predicted(layouts)
+        planned = order(planned + predicted(_too_large(planned, memory) if recomputes else []))
         best = [one for one in planned if one.is_estimated and one.fits(memory)][: _at_once()]
+        if not best or best[0] is not planned[0] or num_rounds == _MOST_ROUNDS:
+            break
         exact = dry_runs.planned([one.layout for one in best], where)
-        refused = {_split(one.layout): one.why_not for one in exact if one.peak is None}
-        others = [one for one in planned if one not in best]
-        planned = order([*exact, *(_refused_as(one, refused) for one in others)])
+        checked |= {one.layout: one for one in exact}
+        estimate.learn(exact)
     return planned
 
 
-def _split(layout: Layout) -> tuple[int, int, int]:
-    """Return the sizes of the axes that split a model."""
-    return layout.tp, layout.cp, layout.pp
-
-
-def _refused_as(planned: Planned, reasons: Mapping[tuple[int, int, int], str]) -> Planned:
-    """Return the prediction, or the reason why a layout that splits the model in the same way cannot be used.
-
-    Such a layout has as many ranks with different batches, so that only the number of its shards is another one.
-    """
-    reason = reasons.get(_split(planned.layout)) if planned.is_estimated else None
-    return planned if reason is None else Planned(planned.layout, why_not=reason)
+def _checked_first(planned: Sequence[Planned], memory: int | None) -> list[Planned]:
+    """Return the predictions with the best one that fits and is not estimated in front, if there is one."""
+    checked = [one for one in planned if one.fits(memory) and not one.is_estimated][:1]
+    return [*checked, *(one for one in planned if one not in checked)]
 
 
 _MOST_RUNS_OF_CORE = 8
 """With more dry runs for each core, most layouts are estimated."""
+
+_MOST_ROUNDS = 2
+"""Number of times that the best estimates are replaced by dry runs."""
 
 
 def _stages(layout: Layout) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dist.plugins.planning.dry_run import DryRun
 from lightning_dist.plugins.planning.layouts import Layout
@@ -84,6 +84,20 @@ class Planned:
         if self.time is None or not self.peak_flops_per_s:
             return 0.0
         return self.model_flops / (self.time.total * self.peak_flops_per_s)
+
+    def corrected(self, found: Planned, estimated: Planned) -> Planned:
+        """Return the estimate, multiplied by the quotients of what was found and estimated for a similar layout.
+
+        Args:
+            found: The prediction of the similar layout by dry runs of its own.
+            estimated: Its estimate.
+        """
+        if self.peak is None or not found.peak or not estimated.peak:
+            return self
+        time = self.time
+        if time is not None and found.time is not None and estimated.time is not None:
+            time = time.scaled(found.time.total / estimated.time.total)
+        return replace(self, peak=round(self.peak * found.peak / estimated.peak), time=time)
 
     def fits(self, memory: int | None) -> bool:
         """Return whether a rank needs at most 90% of its device.

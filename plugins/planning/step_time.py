@@ -74,6 +74,12 @@ class StepTime:
         """Return the seconds of the step."""
         return self.compute + sum(self.communication.values()) + self.bubble + self.optimizer + self.host
 
+    def scaled(self, factor: float) -> StepTime:
+        """Return the time with all parts multiplied by a factor."""
+        communication = {axes: seconds * factor for axes, seconds in self.communication.items()}
+        parts = (self.bubble * factor, self.optimizer * factor, self.host * factor)
+        return StepTime(self.compute * factor, communication, *parts, self.source)
+
 
 def predict_step_time(layout: Layout, runs: Sequence[DryRun], where: Where) -> StepTime:
     """Return the time of a step, which the slowest stage of a pipeline determines.

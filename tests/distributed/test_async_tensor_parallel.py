@@ -85,7 +85,7 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), one_in(3, [*(("llama3", strategy) for strategy in STRATEGIES), ("example_gpt", "plain")])
+    ("name", "strategy"), one_in(6, [*(("llama3", strategy) for strategy in STRATEGIES), ("example_gpt", "plain")])
 )
 def test_weights_equal_those_of_one_process(name: str, strategy: str, pool: WorkerPool) -> None:
     ((expected, _),) = pool.run(fit, 1, name, None)

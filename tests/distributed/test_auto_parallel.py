@@ -66,7 +66,8 @@ def train(model: str, num_steps: int, folder: str | None, ckpt_path: str | None,
     return Trained(weights_of(module), layout.sizes if layout else {}, getattr(trainer.strategy, "settings", {}))
 
 
-@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_the_chosen_layout_trains_as_one_process_and_resumes_on_other_ranks(
     pool: WorkerPool, model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

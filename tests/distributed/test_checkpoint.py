@@ -21,6 +21,7 @@ from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import make_trainer
 from tests.models import GPT
 from tests.pool import RankFailed, WorkerPool
+from tests.thorough import one_in
 
 NUM_STEPS, SAVE_AT = 8, 4
 
@@ -70,7 +71,7 @@ def curve(
     return losses.losses, {name: weight.numpy() for name, weight in whole_parameters(model).items()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "plain_sgd"])
+@pytest.mark.parametrize("optimizer", one_in(2, ["adamw", "plain_sgd"]))
 def test_a_resumed_run_has_the_losses_and_weights_of_the_uninterrupted_one_in_every_layout(
     pool: WorkerPool, tmp_path: Path, optimizer: str
 ) -> None:
@@ -164,6 +165,7 @@ def resume_in_one_process(path: Path) -> tuple[int, dict[str, np.ndarray]]:
     return trainer.global_step, {name: weight.numpy() for name, weight in model.state_dict().items()}
 
 
+@pytest.mark.thorough
 def test_a_consolidated_file_of_within_an_epoch_is_resumed_here_and_by_lightning_alone(
     pool: WorkerPool, reference_pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def train(is_direct: bool) -> dict[str, torch.Tensor]:
     return whole_parameters(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_direct_collectives_and_torchs_train_to_the_same_weights(pool: WorkerPool) -> None:
     ours, torchs = pool.run(train, 4, True)[0], pool.run(train, 4, False)[0]

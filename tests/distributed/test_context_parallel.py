@@ -72,7 +72,7 @@ def fit_unequal(first: Any, later: Any, attention: str | None) -> Weights:
     return fit(OfUnequalLengths(first, later), strategy)
 
 
-@pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
+@pytest.mark.parametrize("attention", one_in(2, ["ulysses", "all_gather"]))
 @pytest.mark.parametrize(
     ("first", "later"), one_in(2, [((6, 8), (4, 8)), ((8, 8), (6, 8)), ((4, 8), (4, 7)), ((4, 7), (8, 8))])
 )
@@ -98,6 +98,7 @@ def fit_compiled(compiles: bool) -> Weights:
     return fit(model, ContextParallelStrategy(2, compile="eager" if compiles else False), max_steps=2)
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_compute_the_same(pool: WorkerPool) -> None:
     assert_same(pool.run(fit_compiled, 4, True)[0], pool.run(fit_compiled, 4, False)[0])
 
@@ -141,6 +142,7 @@ def fit_checkpointed(mode: str) -> Weights:
     return fit(Checkpointed(), ContextParallelStrategy(2, activation_checkpointing=mode), max_steps=2)
 
 
+@pytest.mark.thorough
 def test_blocks_that_run_again_have_the_same_bits(pool: WorkerPool) -> None:
     plain, again = pool.run(fit_checkpointed, 4, "none")[0], pool.run(fit_checkpointed, 4, "full")[0]
     assert_same(again, plain, 0.0)
@@ -198,6 +200,7 @@ def masks() -> list[list[bool]]:
     return Recorded.seen
 
 
+@pytest.mark.thorough
 def test_each_rank_drops_other_values_of_its_tokens(pool: WorkerPool) -> None:
     seen = [masks[0] for masks in pool.run(masks, 4)]
     assert all(seen[0] != other for other in seen[1:])
@@ -232,6 +235,7 @@ def resume(folder: Path) -> tuple[Weights, list[Weights], list[Weights]]:
     return weights_of(model), read, stepped
 
 
+@pytest.mark.thorough
 def test_any_layout_resumes_the_checkpoint_of_split_sequences(pool: WorkerPool, tmp_path: Path) -> None:
     for saved, read, stepped in pool.run(resume, 4, tmp_path):
         for weights in read:
@@ -315,7 +319,7 @@ def fit_unusual(cp_size: int | None) -> dict[str, Weights]:
     return result
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("cp_size", one_in(2, [2, 4]))
 def test_unusual_lengths_and_masks_are_those_of_one_process(
     cp_size: int, pool: WorkerPool, reference_pool: WorkerPool
 ) -> None:

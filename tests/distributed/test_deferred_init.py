@@ -21,6 +21,7 @@ from tests.distributed.fit import make_trainer, refused
 from tests.distributed.test_memory_report import Deep, fit_within, limited_memory, params_mib
 from tests.models import CONTEXT, GPT, VOCAB, Llama, ResNet, TestModule, Transformer
 from tests.pool import RankFailed, WorkerPool
+from tests.thorough import one_in
 
 SEED = 7
 
@@ -104,13 +105,16 @@ def starts(layout: str, names: list[str]) -> tuple[list[dict[str, Tensor]], int]
 
 @pytest.mark.parametrize(
     ("layout", "num_ranks", "names"),
-    [
-        ("full_shard", 2, list(MODELS)),
-        ("2x2", 4, ["example"]),
-        ("2x1", 2, list(MODELS)),
-        ("tp2-1", 2, list(MODELS)),
-        ("pp2-1", 2, list(MODELS)),
-    ],
+    one_in(
+        3,
+        [
+            ("full_shard", 2, list(MODELS)),
+            ("2x2", 4, ["example"]),
+            ("2x1", 2, list(MODELS)),
+            ("tp2-1", 2, list(MODELS)),
+            ("pp2-1", 2, list(MODELS)),
+        ],
+    ),
 )
 def test_training_begins_with_the_bits_that_one_process_draws(
     pool: WorkerPool, layout: str, num_ranks: int, names: list[str]
@@ -183,6 +187,7 @@ def build_within(limit_mib: int) -> None:
         Steep(DIM, num_layers=NUM_LAYERS).configure_model()
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_model_larger_than_the_limit_of_memory_is_built_and_trained(own_pool: WorkerPool) -> None:
     assert params_mib(DIM, NUM_LAYERS) > 1.2 * LIMIT_MIB

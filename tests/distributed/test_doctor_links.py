@@ -18,6 +18,7 @@ from lightning_dist.run.doctor.profile import LinkFigures
 from lightning_dist.run.doctor.ranks import Ranks
 from tests.bench.nodes import TwoNodes, why_not
 from tests.pool import WorkerPool
+from tests.thorough import one_in
 
 pytestmark = pytest.mark.gloo
 
@@ -28,7 +29,7 @@ def measured(all_pairs: bool) -> tuple[list[Finding], list[LinkFigures]]:
     return check_links(examination), examination.links
 
 
-@pytest.mark.parametrize(("all_pairs", "num_between"), [(False, 1), (True, 4)])
+@pytest.mark.parametrize(("all_pairs", "num_between"), one_in(2, [(False, 1), (True, 4)]))
 def test_collectives_and_pairs_are_measured_by_scope(pool: WorkerPool, all_pairs: bool, num_between: int) -> None:
     of_ranks = pool.run(measured, 4, all_pairs, num_nodes=2)
     assert all(other == of_ranks[0] for other in of_ranks[1:])

@@ -15,7 +15,7 @@ from tests.thorough import one_in
 TOLERANCE = 0.01
 
 
-@pytest.mark.parametrize("case", one_in(11, CASES), ids=str)
+@pytest.mark.parametrize("case", one_in(22, CASES), ids=str)
 def test_a_dry_run_predicts_the_memory_of_each_rank(pool: WorkerPool, case: Case) -> None:
     measured = pool.run(measure, case.num_ranks, case)
     for rank in case.ranks:
@@ -35,6 +35,7 @@ def test_what_splits_a_model_lowers_its_memory() -> None:
     assert all(one.peak < 0.7 * whole.peak for one in split)
 
 
+@pytest.mark.thorough
 def test_many_ranks_are_simulated_in_one_process() -> None:
     few = dry_run(partial(make, Case("GPT", 8, {"dp_shard_size": 8, "dp_replicate_size": 1})), 1, 8)
     many = dry_run(partial(make, Case("GPT", 4096, {"dp_shard_size": 8, "dp_replicate_size": 512})), 512, 8)

@@ -384,7 +384,7 @@ def special(folder: Path | None, name: str, path: Path | None = None) -> Any:
     return fit(callbacks, path, seed=7 if path else 0, model=model, val_check_interval=2)
 
 
-@pytest.mark.parametrize("name", ["average", "two optimizers"])
+@pytest.mark.parametrize("name", one_in(2, ["average", "two optimizers"]))
 def test_weight_averages_and_several_optimizers_are_resumed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     whole = pool.run(special, 2, tmp_path, name)
     places = ("batch=2", "batch=6", "validation=8", "batch=9", "epoch=9")

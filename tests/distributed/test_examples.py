@@ -101,6 +101,7 @@ SHORT_CONTEXT = [
 OVERLAYS = {"single": 1, "full_shard": 2, "context_parallel": 2, "tiled": 2}
 
 
+@pytest.mark.thorough
 def test_the_example_of_long_sequences_has_the_same_losses_under_every_strategy(
     pool: WorkerPool, mlflow_folder: Path
 ) -> None:

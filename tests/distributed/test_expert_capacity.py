@@ -97,7 +97,7 @@ def fit(name: str, is_alone: bool) -> Weights:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("name", one_in(3, FITTED))
+@pytest.mark.parametrize("name", one_in(6, FITTED))
 def test_tokens_beyond_the_capacity_are_left_out_as_in_one_process(
     pool: WorkerPool, reference_pool: WorkerPool, name: str
 ) -> None:

@@ -72,6 +72,7 @@ LATER = [
 """The layout that saves a checkpoint, and those that resume it."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("first", "others"), one_in(4, LATER))
 def test_any_layout_resumes_the_checkpoint_of_distributed_experts(
     pool: WorkerPool, tmp_path: Path, first: str, others: list[str]
@@ -384,7 +385,7 @@ def fit(name: str, is_alone: bool) -> Weights:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("name", one_in(3, FITTED))
+@pytest.mark.parametrize("name", one_in(6, FITTED))
 def test_any_way_of_training_computes_what_one_process_does(
     pool: WorkerPool, reference_pool: WorkerPool, name: str
 ) -> None:

@@ -128,7 +128,7 @@ def alone(pool: WorkerPool) -> tuple[dict[str, Tensor], list[float], list[bool]]
 
 @pytest.mark.parametrize(
     ("strategy", "is_mesh"),
-    one_in(3, [*((name, False) for name in STRATEGIES), ("full_shard", True), ("data_parallel", True)]),
+    one_in(6, [*((name, False) for name in STRATEGIES), ("full_shard", True), ("data_parallel", True)]),
 )
 def test_all_ranks_skip_a_step_that_overflows_on_one_of_them(
     pool: WorkerPool, reference_pool: WorkerPool, strategy: str, is_mesh: bool

@@ -64,7 +64,7 @@ def expected(reference_pool: WorkerPool) -> dict[str, Weights]:
     return reference_pool.run(fit_all, 1, None)[0]
 
 
-@pytest.mark.parametrize("strategy", one_in(3, STRATEGIES))
+@pytest.mark.parametrize("strategy", one_in(6, STRATEGIES))
 def test_weights_are_those_of_one_process(strategy: str, expected: dict[str, Weights], pool: WorkerPool) -> None:
     actual = pool.run(fit_all, 2, strategy)[0]
     for name, weights in expected.items():

@@ -100,6 +100,7 @@ def ranks_of(output: str) -> list[tuple[str, str, str]]:
     return sorted((rank, world, rest.rsplit(" ", 1)[0]) for _, rank, world, rest in lines)
 
 
+@pytest.mark.thorough
 def test_a_script_runs_with_lightnings_own_launcher(script: Path) -> None:
     done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -203,6 +204,7 @@ def test_wrong_sizes_are_an_error_before_any_process_is_launched(script: Path) -
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.thorough
 def test_the_run_ends_when_rank_0_fails(script: Path) -> None:
     """Check that rank 1, which rank 0 launches in a new interpreter, ends as well: it keeps the output open."""
     first = Forked(run_script, script, "fail", "0", environment=environment())
@@ -227,6 +229,7 @@ def test_the_exit_code_is_that_of_a_rank_which_fails_after_rank_0_has_ended(scri
     assert "Rank 1 has ended with exit code 1, which ends the run." in output
 
 
+@pytest.mark.thorough
 def test_the_run_ends_when_a_pipeline_stage_fails(script: Path) -> None:
     """Check that the run ends while the first stage waits for a gradient of the second, which raised an error."""
     began = time.monotonic()
@@ -259,6 +262,7 @@ def timeouts_of_groups(seconds: float = 77) -> dict[str, timedelta]:
     return {group.group_desc: group._get_backend(cpu).options._timeout for group in process_groups()}
 
 
+@pytest.mark.thorough
 def test_the_timeout_of_the_strategy_applies_to_all_process_groups(pool: WorkerPool) -> None:
     (timeouts,) = {tuple(sorted(of_rank.items())) for of_rank in pool.run(timeouts_of_groups, 4)}
     assert {"default_pg", "mesh_pp", "mesh_tp", "same batch", "stage to stage"} <= dict(timeouts).keys()

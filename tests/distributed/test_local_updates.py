@@ -52,12 +52,15 @@ def train(layout: str, sync: SyncMethod | None, optimizer: str, num_steps: int, 
 
 @pytest.mark.parametrize(
     ("layout", "sync"),
-    [
-        ("2x2", LocalSGD(1)),
-        ("2x2", LocalSGD(5, start_step=5)),
-        ("2x2", DiLoCo(1, outer_lr=1.0, outer_momentum=0.0)),
-        ("4x1", DiLoCo(1, outer_lr=1.0, outer_momentum=0.0)),
-    ],
+    one_in(
+        2,
+        [
+            ("2x2", LocalSGD(1)),
+            ("2x2", LocalSGD(5, start_step=5)),
+            ("2x2", DiLoCo(1, outer_lr=1.0, outer_momentum=0.0)),
+            ("4x1", DiLoCo(1, outer_lr=1.0, outer_momentum=0.0)),
+        ],
+    ),
 )
 def test_one_inner_step_equals_averaging_gradients(pool: WorkerPool, layout: str, sync: SyncMethod) -> None:
     expected = pool.run(train, NUM_RANKS, layout, None, "plain_sgd", 5)[0]
@@ -107,13 +110,16 @@ def simulated(num_replicas: int, num_parts: int, sync: DiLoCo, num_steps: int, o
 
 @pytest.mark.parametrize(
     ("layout", "num_replicas", "num_parts", "num_steps", "start_step"),
-    [
-        ("2x2", 2, 2, 9, 0),
-        ("2x2", 2, 2, 8, 2),
-        ("4x1", 4, 1, 8, 0),
-        ("tp2-2", 2, 1, 8, 0),
-        ("pp2-2", 2, 1, 8, 4),
-    ],
+    one_in(
+        2,
+        [
+            ("2x2", 2, 2, 9, 0),
+            ("2x2", 2, 2, 8, 2),
+            ("4x1", 4, 1, 8, 0),
+            ("tp2-2", 2, 1, 8, 0),
+            ("pp2-2", 2, 1, 8, 4),
+        ],
+    ),
 )
 def test_diloco_equals_the_algorithm_of_its_paper(
     pool: WorkerPool, layout: str, num_replicas: int, num_parts: int, num_steps: int, start_step: int
@@ -167,7 +173,7 @@ class Saving(pl.Callback):
 @pytest.mark.parametrize(
     ("layout", "sync", "step"),
     one_in(
-        3,
+        6,
         [
             ("2x2", LocalSGD(3), 5),
             ("2x2", DiLoCo(3, compression=Int8(min_numel=64)), 3),

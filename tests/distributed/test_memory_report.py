@@ -134,6 +134,7 @@ def fit_within(
 LIMIT_MIB = 190
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_model_whose_state_exceeds_the_limit_trains_with_offloading(own_pool: WorkerPool, tmp_path: Path) -> None:
     model = partial(Deep, 512, 500)

@@ -23,6 +23,7 @@ from tests.distributed.float32_masters import LowPrecision
 from tests.distributed.test_master_weights import assert_like_masters, fits, resumed
 from tests.models import GPT, VOCAB, Block
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 KEPT = ["LayerNorm", "Spy", "blocks.*.out", "model.head"]
 """Patterns of classes, of ends of names, and of a whole name."""
@@ -141,13 +142,16 @@ def by_hand(pool: WorkerPool, lowers: bool) -> dict[str, Tensor]:
 # If matrix products in bfloat16 were split as well, their parts would be rounded one by one.
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "strategy"),
-    [
-        (2, "1x2", {"compile": "aot_eager"}),
-        (4, "2x2", {"activation_checkpointing": "full"}),
-        (2, "2x1", {}),
-        (2, "tp2-1", {"plan": {"model.blocks.*.mlp.0": "replicate", "model.blocks.*.mlp.2": "replicate"}}),
-        (2, "pp2-1", {}),
-    ],
+    one_in(
+        2,
+        [
+            (2, "1x2", {"compile": "aot_eager"}),
+            (4, "2x2", {"activation_checkpointing": "full"}),
+            (2, "2x1", {}),
+            (2, "tp2-1", {"plan": {"model.blocks.*.mlp.0": "replicate", "model.blocks.*.mlp.2": "replicate"}}),
+            (2, "pp2-1", {}),
+        ],
+    ),
 )
 def test_kept_modules_compute_in_float32(
     pool: WorkerPool, reference_pool: WorkerPool, num_ranks: int, layout: str, strategy: dict[str, Any]

@@ -24,6 +24,7 @@ from tests.arguments import run_of
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
 from tests.models import GPT, build
 from tests.pool import RankFailed, WorkerPool
+from tests.thorough import one_in
 
 
 class Shuffled(GPT):
@@ -103,7 +104,7 @@ def test_weights_are_those_of_one_process(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "both"])
+@pytest.mark.parametrize("offload", one_in(2, ["optimizer", "both"]))
 def test_a_resumed_run_goes_on_bit_by_bit(pool: WorkerPool, tmp_path: Path, offload: str) -> None:
     folder = str(tmp_path / "offload")
     whole, _, _ = pool.run(fit, 4, "full_shard", offload, folder, model="shuffled")[0]

@@ -113,6 +113,7 @@ def losses_in_one_process(pool: WorkerPool, folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "chain"), one_in(3, CHAINS))
 def test_any_layout_resumes_the_checkpoint_of_any_other(
     pool: WorkerPool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, model: str, chain: list[str]

@@ -141,7 +141,7 @@ def trained(cls: type[DeepGPT], of_trainer: dict[str, Any], of_strategy: dict[st
     return weights_of(model), getattr(model, "count", None)
 
 
-@pytest.mark.parametrize(("cls", "of_trainer", "of_strategy"), one_in(2, MODULES))
+@pytest.mark.parametrize(("cls", "of_trainer", "of_strategy"), one_in(4, MODULES))
 def test_trains_as_in_one_process(
     pool: WorkerPool, reference_pool: WorkerPool, cls: Any, of_trainer: Any, of_strategy: Any
 ) -> None:
@@ -204,7 +204,7 @@ def dropped(cls: type[Dropout], schedule: str) -> Weights:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", one_in(2, ["1f1b", "interleaved_1f1b"]))
 def test_a_recomputed_block_has_the_same_dropout(pool: WorkerPool, schedule: str) -> None:
     expected = pool.run(dropped, 2, Keeping, schedule)[0]
     for weights in pool.run(dropped, 2, Recomputing, schedule):

@@ -165,6 +165,7 @@ def run(
     return look.seen
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.alone
 @pytest.mark.parametrize(

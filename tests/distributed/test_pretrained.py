@@ -188,7 +188,7 @@ def fit_in_layouts(name: str, folder: Path) -> list[tuple[Weights, int]]:
     return [fit(layout, name, folder) for layout in LAYOUTS[name]]
 
 
-@pytest.mark.parametrize("name", one_in(2, CONFIGS))
+@pytest.mark.parametrize("name", one_in(4, CONFIGS))
 def test_every_layout_loads_the_files_and_each_rank_reads_little_more_than_its_part(
     pool: WorkerPool, folders: dict[str, Path], name: str
 ) -> None:

@@ -34,6 +34,7 @@ def fit(
     return weights_of(model)
 
 
+@pytest.mark.thorough
 def test_weights_are_those_of_one_process(pool: WorkerPool) -> None:
     expected, unscaled = pool.run(fit, 1, "auto")[0], pool.run(fit, 1, "auto", base_batch=8)[0]
     with pytest.raises(AssertionError):

@@ -19,6 +19,7 @@ from lightning_dist import ContextParallelStrategy, DataParallelStrategy
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import GPT, VOCAB, TestModule
 from tests.pool import WorkerPool
+from tests.thorough import one_in
 
 WIDTH = 16
 
@@ -319,7 +320,7 @@ def in_one_process(reference_pool: WorkerPool) -> dict[str, tuple[Weights, Any, 
     return result
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", one_in(2, STRATEGIES))
 def test_the_whole_sequence_is_seen_or_the_model_is_refused(
     strategy: str, pool: WorkerPool, in_one_process: dict[str, tuple[Weights, Any, str]]
 ) -> None:

@@ -128,7 +128,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "attention", "own"), one_in(2, CASES))
+@pytest.mark.parametrize(("name", "sizes", "attention", "own"), one_in(4, CASES))
 def test_evaluations_on_parts_have_the_results_of_one_process(
     pool: WorkerPool, reference_pool: WorkerPool, name: str, sizes: dict[str, int], attention: str, own: int
 ) -> None:

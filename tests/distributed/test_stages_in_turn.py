@@ -15,6 +15,7 @@ from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import CONTEXT
 from tests.pipeline_models import DeepGPT, DropoutBlock
 from tests.pool import WorkerPool
+from tests.thorough import one_in
 
 
 class Manual(DeepGPT):
@@ -101,7 +102,7 @@ def trained(cls: type[Manual], layout: str) -> tuple[Weights, dict[str, float]]:
     return weights_of(model), {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("cls", [Manual, Recomputed])
+@pytest.mark.parametrize("cls", one_in(2, [Manual, Recomputed]))
 def test_a_manual_step_trains_as_in_one_process(pool: WorkerPool, cls: type[Manual]) -> None:
     (expected, metrics), = pool.run(trained, 1, cls, "auto")  # fmt: skip
     for weights, logged in pool.run(trained, 2, cls, "pp"):
@@ -117,7 +118,7 @@ def failed(cls: type[Manual]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("cls", [Raising, RaisingInBackward])
+@pytest.mark.parametrize("cls", one_in(2, [Raising, RaisingInBackward]))
 def test_an_error_of_one_stage_is_raised_on_all(pool: WorkerPool, cls: type[Manual]) -> None:
     assert pool.run(failed, 2, cls, timeout_s=60) == ["ValueError: a block fails"] * 2
 

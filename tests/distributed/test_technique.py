@@ -177,7 +177,7 @@ def expected(pool: WorkerPool) -> Weights:
     return pool.run(in_one_process, 1)[0]
 
 
-@pytest.mark.parametrize("name", one_in(2, STRATEGIES))
+@pytest.mark.parametrize("name", one_in(4, STRATEGIES))
 def test_an_added_technique_changes_gradients_is_resumed_and_appears_in_the_table(
     pool: WorkerPool, name: str, expected: Weights, tmp_path: Path
 ) -> None:
@@ -223,7 +223,6 @@ trainer:
 """
 
 
-@pytest.mark.alone
 def test_an_installed_package_adds_a_technique_to_the_command(tmp_path: Path, mlflow_folder: Path) -> None:
     """An entry point is enough for YAML and the command line, and for what a run records."""
     package = tmp_path / "packages" / "doubling-1.dist-info"

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch.distributed.tensor import DTensor
@@ -138,6 +139,7 @@ def resume(folder: Path) -> tuple[Weights, list[Weights], list[Weights]]:
     return weights_of(model), read, stepped
 
 
+@pytest.mark.thorough
 def test_any_layout_resumes_the_checkpoint_of_a_split_model(pool: WorkerPool, tmp_path: Path) -> None:
     for saved, read, stepped in pool.run(resume, 4, tmp_path):
         assert len(read) == len(stepped) == 3
@@ -199,6 +201,7 @@ def bf16(precision: str) -> float:
     return (off / sum(float((moved**2).sum()) for moved in results[1].values())) ** 0.5
 
 
+@pytest.mark.thorough
 def test_split_training_in_bfloat16_is_close_to_one_process(pool: WorkerPool) -> None:
     for precision in ("bf16-mixed", "bf16-true"):
         assert max(pool.run(bf16, 4, precision)) < 0.05

@@ -197,7 +197,7 @@ def train(way: type[TestModule], layout: str) -> Weights:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("way", one_in(2, WAYS))
+@pytest.mark.parametrize("way", one_in(3, WAYS))
 def test_trains_as_in_one_process(pool: WorkerPool, reference_pool: WorkerPool, way: type[TestModule]) -> None:
     before = {name: param.detach().numpy() for name, param in way().named_parameters()}
     (hybrid, *_), (expected,) = in_parallel(

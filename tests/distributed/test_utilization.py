@@ -23,6 +23,7 @@ from tests.distributed.test_step_times import Recording
 from tests.models import CONTEXT, GPT, VOCAB
 from tests.pool import WorkerPool
 from tests.split_models import Example
+from tests.thorough import one_in
 
 TOKENS = 8 * CONTEXT
 # The matrices of a layer, the number of products of attention per token divided by two, and the head's matrix.
@@ -88,7 +89,7 @@ def figures(name: str) -> tuple[list[tuple[float, float]], dict[str, float]]:
     return [(rank.model_tflop * 1e12 / 2, rank.hardware_tflop * 1e12 / 2) for rank in ranks], metrics
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "replicas of shards"])
+@pytest.mark.parametrize("name", one_in(3, [name for name in CASES if name != "replicas of shards"]))
 def test_operations_of_all_ranks_are_those_of_the_model(pool: WorkerPool, name: str) -> None:
     _, module, more = CASES[name]
     is_gpt = module is GPT

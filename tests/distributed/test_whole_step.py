@@ -91,7 +91,7 @@ def of_one_process(pool: WorkerPool) -> dict[str, Weights]:
 @pytest.mark.parametrize(
     ("layout", "num_ranks", "kwargs", "kinds"),
     one_in(
-        3,
+        5,
         [
             ("full_shard", 2, {}, tuple(OPTIMIZERS)),
             ("full_shard", 2, {"zero_stage": 1}, ("rows", "norm of all")),
@@ -127,6 +127,7 @@ def resume_all(folder: Path, layout: str, kinds: tuple[str, ...], **kwargs: Any)
     return {kind: weights_of(fit(kind, layout, resume=paths[kind], **kwargs)[0]) for kind in kinds}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("saved", one_in(3, ["full_shard", "2x1", "tp2-1"]))
 def test_any_layout_resumes_the_states_of_owners(
     pool: WorkerPool, of_one_process: dict[str, Weights], tmp_path: Path, saved: str

@@ -101,7 +101,7 @@ BESIDE: dict[str, tuple[Side, int, Any, tuple[str, ...], dict[str, Any], Side, A
 it is compared with; and the layouts that resume a checkpoint of it."""
 
 
-@pytest.mark.parametrize("name", one_in(3, BESIDE))
+@pytest.mark.parametrize("name", one_in(6, BESIDE))
 def test_owners_beside_other_settings_compute_and_resume_what_nothing_sharded_does(
     pool: WorkerPool, reference_pool: WorkerPool, tmp_path: Path, name: str
 ) -> None:

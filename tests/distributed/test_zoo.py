@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.pool import RankFailed, WorkerPool
+from tests.thorough import one_in
 from tests.zoo.__main__ import complaints
 from tests.zoo.compare import Cell, compare, failed
 from tests.zoo.families import FAMILIES
@@ -20,12 +21,15 @@ WORLD_SIZE = 2
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [
-        ("T5", "tensor_parallel"),
-        ("ALBERT", "full_shard"),
-        ("BERT", "nd_parallel"),
-        ("BART", "context_parallel"),
-    ],
+    one_in(
+        3,
+        [
+            ("T5", "tensor_parallel"),
+            ("ALBERT", "full_shard"),
+            ("BERT", "nd_parallel"),
+            ("BART", "context_parallel"),
+        ],
+    ),
 )
 def test_a_family_under_a_strategy_equals_one_process(pool: WorkerPool, name: str, strategy: str) -> None:
     expected = pool.run(run, 1, name, None)[0]

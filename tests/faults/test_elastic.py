@@ -38,6 +38,7 @@ def agent(folder: Path, node: int, port: int) -> None:
     elastic_launch(config, soak_rank.train)(folder, NUM_STEPS)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_without_a_node_that_died(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightning_dist.mesh.preemption import EXIT_STOPPED
 from tests.launched import ROOT, Forked, Job, run_script, wait_for
 
@@ -64,6 +66,7 @@ def start(folder: Path, max_steps: int, forked: bool = False) -> list[Job]:
     return tasks
 
 
+@pytest.mark.thorough
 def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked.txt\n')

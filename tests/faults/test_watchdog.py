@@ -111,14 +111,22 @@ def _place(fault: str) -> str:
     ("fault", "exits", "headline", "line", "grace_s"),
     [
         ("sleep", [EXIT_HANG, EXIT_HANG], f"rank 1 hangs: it is in {_place('sleep')}; {WAITS}", NOT_ENTERED, 3),
-        ("busy", [EXIT_HANG, EXIT_HANG], f"rank 1 hangs: it is in {_place('busy')}; {WAITS}", NOT_ENTERED, 3),
+        pytest.param(
+            "busy",
+            [EXIT_HANG, EXIT_HANG],
+            f"rank 1 hangs: it is in {_place('busy')}; {WAITS}",
+            NOT_ENTERED,
+            3,
+            marks=pytest.mark.thorough,
+        ),
         ("stop", [EXIT_HANG, KILLED], f"rank 1 hangs: it is stopped (SIGSTOP); {WAITS}", "", 3),
-        (
+        pytest.param(
             "gil",
             [EXIT_HANG, KILLED],
             f"rank 1 hangs: it does not answer, because a call into C holds the GIL; it is in {_place('gil')}; {WAITS}",
             "",
             8,
+            marks=pytest.mark.thorough,
         ),
         (
             "order",

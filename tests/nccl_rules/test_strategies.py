@@ -18,6 +18,7 @@ from tests.models import build
 from tests.parity.pipeline_run import PipelineCase, one_process, pipelined
 from tests.parity.run import Case, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
+from tests.thorough import one_in
 
 CASES = [
     Case("4x1", "resnet", 1, None, num_steps=4),
@@ -30,7 +31,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", one_in(3, CASES), ids=str)
 def test_training_equals_one_process(ruled_pool: WorkerPool, reference_pool: WorkerPool, case: Case) -> None:
     outcomes, (expected,) = in_parallel(
         lambda: ruled_pool.run(run, 4, case), lambda: reference_pool.run(reference, 1, replace(case, options=()))
@@ -39,7 +40,7 @@ def test_training_equals_one_process(ruled_pool: WorkerPool, reference_pool: Wor
     assert_parity(tensors(outcomes[0].weights), tensors(expected.weights), 1e-10)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("schedule", one_in(2, ["1f1b", "interleaved_zero_bubble"]))
 def test_pipelines_equal_one_process(ruled_pool: WorkerPool, reference_pool: WorkerPool, schedule: str) -> None:
     case = PipelineCase("deep_gpt", "pp2 x shard2", schedule, num_steps=4)
     outcomes, (expected,) = in_parallel(
@@ -77,7 +78,7 @@ def evaluated(name: str) -> tuple[float, float, int]:
     return validated["val/loss"], tested["test/loss"], sum(map(len, predictions))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", one_in(2, STRATEGIES))
 def test_evaluations_equal_one_process(ruled_pool: WorkerPool, reference_pool: WorkerPool, name: str) -> None:
     found, ((loss, test_loss, num_predictions),) = in_parallel(
         lambda: ruled_pool.run(evaluated, 4, name), lambda: reference_pool.run(evaluated, 1, "auto")

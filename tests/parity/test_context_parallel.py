@@ -36,7 +36,7 @@ def covering(cases: list[Case]) -> list[Case]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         is_full = metafunc.config.getoption("--matrix") == "full"
-        metafunc.parametrize("case", EVERY + EXTRA if is_full else one_in(3, briefly(covering(EVERY) + EXTRA)), ids=str)
+        metafunc.parametrize("case", EVERY + EXTRA if is_full else one_in(6, briefly(covering(EVERY) + EXTRA)), ids=str)
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         some = [*pairwise([case for case in EVERY if case.layout != "1x4"]), ONE_REPLICA]
         is_full = metafunc.config.getoption("--matrix") == "full"
         # Every fifth case of EXTRA has each model once, each time with another layout or setting.
-        metafunc.parametrize("case", EVERY + EXTRA if is_full else one_in(2, briefly(some + EXTRA[::5])), ids=str)
+        metafunc.parametrize("case", EVERY + EXTRA if is_full else one_in(4, briefly(some + EXTRA[::5])), ids=str)
 
 
 @functools.cache

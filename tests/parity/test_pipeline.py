@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         is_full = metafunc.config.getoption("--matrix") == "full"
         every = list(dict.fromkeys([*SCHEDULED, *SPREAD, *SOME, *EXTRA]))
-        metafunc.parametrize("case", every if is_full else one_in(3, briefly(SOME + EXTRA)), ids=str)
+        metafunc.parametrize("case", every if is_full else one_in(6, briefly(SOME + EXTRA)), ids=str)
 
 
 def test_the_subset_covers_every_axis() -> None:

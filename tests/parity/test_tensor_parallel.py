@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         is_full = metafunc.config.getoption("--matrix") == "full"
         some = briefly(covering(EVERY) + EXTRA[:-1])
-        metafunc.parametrize("case", EVERY + EXTRA if is_full else one_in(3, some), ids=str)
+        metafunc.parametrize("case", EVERY + EXTRA if is_full else one_in(6, some), ids=str)
 
 
 @functools.cache

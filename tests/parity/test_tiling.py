@@ -32,7 +32,7 @@ CASES = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         is_full = metafunc.config.getoption("--matrix") == "full"
-        metafunc.parametrize("case", CASES if is_full else one_in(3, briefly(CASES)), ids=str)
+        metafunc.parametrize("case", CASES if is_full else one_in(6, briefly(CASES)), ids=str)
 
 
 @functools.cache

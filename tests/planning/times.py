@@ -166,7 +166,7 @@ def _profile(num_ranks: int) -> MachineProfile:
 
 def _rows(model: str, num_ranks: int, profile: MachineProfile, num_rounds: int) -> Iterator[Row]:
     where = find_where(num_ranks, "gloo", profile=profile)
-    planned = plan(partial(make, model), layouts_of(1, num_ranks), None, "gloo", True, where)
+    planned = plan(partial(make, model), layouts_of(1, num_ranks), None, "gloo", where)
     possible = [one for one in planned if one.peak is not None]
     seconds: dict[Layout, list[float]] = {one.layout: [] for one in possible}
     pool = WorkerPool()

@@ -141,6 +141,7 @@ def validation_loss(**precise: Any) -> float:
     return float(trainer.callback_metrics["val/loss"])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_validation_loss_is_that_of_bfloat16() -> None:
     expected = validation_loss(precision="bf16-mixed")
