@@ -84,7 +84,8 @@ class _Flow(Dataflow):
         if function in _ATTENTION:
             self.around_attention |= set(self.running)
         if function is functional.cross_entropy:
-            self.given_to_loss += sources(args[0] if args else kwargs["input"])
+            # A set has another order on each rank.
+            self.given_to_loss += sorted(sources(args[0] if args else kwargs["input"]))
 
 
 class _Finder:
