@@ -19,7 +19,7 @@ from lightning_dist import ContextParallelStrategy, FullShardStrategy, TensorPar
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.techniques.tiling import Tiling
 from tests.distributed.fit import make_trainer, refused
-from tests.models import GPT, build
+from tests.models import GPT, VOCAB, build
 from tests.pool import WorkerPool
 
 BOTH = {"tiled_mlp": 3, "tiled_loss": 3}
@@ -115,7 +115,25 @@ class WithoutLogits(GPT):
         return self.model(batch[0]).square().mean()
 
 
+class SumOfHeads(GPT):
+    """Add the logits of several layers, so that no part of the loss has those of a single one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.further = nn.ModuleDict({name: nn.Linear(VOCAB, VOCAB) for name in ("d", "a", "c", "b")})
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits = self.model(batch[0])
+        total = sum(head(logits) for head in self.further.values())
+        return functional.cross_entropy(total.flatten(0, 1), batch[1].flatten())
+
+
 REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "several_heads": (
+        SumOfHeads,
+        lambda: FullShardStrategy(tiled_loss=4),
+        "tiled_loss=4 has no effect: the logits of further.a, further.b, further.c, further.d were used by",
+    ),
     "tp": (
         lambda: build("gpt"),
         lambda: TensorParallelStrategy(2, tiled_mlp=4),
