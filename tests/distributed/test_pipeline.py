@@ -31,7 +31,7 @@ class Talkative(Sequential):
         self.losses: list[Tensor] = []
         self.at_epoch_end: dict[str, Any] = {}
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         images, labels = batch
         logits = self.model(images)
         loss = functional.cross_entropy(logits, labels)
@@ -43,7 +43,7 @@ class Talkative(Sequential):
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.mean.update(loss)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
-        return {"loss": loss, "logits": logits}
+        return {"loss": loss, "logits": logits, "index": batch_idx, "constant": 3}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         images, labels = batch
@@ -83,7 +83,7 @@ class Outputs(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, *args: Any) -> None:
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-        self.shapes.append((tuple(out["logits"].shape), float(out["logits"].sum())))
+        self.shapes.append((tuple(out["logits"].shape), float(out["logits"].sum()), out["index"], out["constant"]))
 
 
 def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
@@ -117,6 +117,30 @@ def everything(in_stages: bool) -> dict[str, Any]:
     predictions = run.predict(model)
     found["predictions"] = None if predictions is None else torch.cat(predictions).tolist()
     return found
+
+
+class WithNumbers(Talkative):
+    """Predict numbers beside the classes: some are constants, and others are counts of samples."""
+
+    counts = False
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        classes = self.model(batch[0]).argmax(-1)
+        counts = {"size": len(batch[1]), "zeros": int((classes == 0).sum())} if self.counts else {}
+        return {"classes": classes.tolist(), "index": batch_idx, "half": 0.5, **counts}
+
+
+def predicted(in_stages: bool, counts: bool) -> Any:
+    torch.manual_seed(0)
+    model = WithNumbers()
+    model.counts = counts
+    strategy = PipelineParallelStrategy(num_microbatches=4) if in_stages else "auto"
+    return trainer(strategy, limit_predict_batches=3).predict(model)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_predicted_numbers_are_those_of_the_whole_batch(pool: WorkerPool, counts: bool) -> None:
+    assert pool.run(predicted, 2, True, counts)[0] == pool.run(predicted, 1, False, counts)[0]
 
 
 def close(actual: Any, expected: Any) -> None:

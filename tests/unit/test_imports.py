@@ -28,6 +28,8 @@ _ORDERS = {
 
 _CHECK = """
 import lightning.pytorch, torch
+import lightning_dist.plugins, lightning_dist.plugins.planning
+assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state()), "The import draws numbers."
 from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import StrategyRegistry
 import lightning_dist
@@ -49,6 +51,7 @@ def test_every_order_of_imports_registers_the_strategies() -> None:
     program = f"""
         import os, sys, traceback
         {_HEAVY}
+        torch.manual_seed(0)
 
         for name, imports in {_ORDERS!r}.items():
             child = os.fork()

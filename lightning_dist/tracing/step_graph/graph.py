@@ -142,6 +142,7 @@ class StepGraph:
         log_sizes: The ``batch_size`` of each call of ``self.log`` that has one. A call is a name, and the number of the
             call with this name, from 1.
         fixed_sizes: The calls among these whose ``batch_size`` does not depend on the size of the batch.
+        has_fixed_numbers: Whether ``numbers`` are known not to depend on the size of the batch.
     """
 
     calls: list[PartCall]
@@ -160,6 +161,7 @@ class StepGraph:
     of_whole_batch: StepGraph | None = field(default=None, compare=False)
     log_sizes: Mapping[tuple[str, int], int] = field(default_factory=dict, compare=False)
     fixed_sizes: frozenset[tuple[str, int]] = field(default=frozenset(), compare=False)
+    has_fixed_numbers: bool = field(default=False, compare=False)
 
     @cached_property
     def draws(self) -> frozenset[str]:
@@ -176,13 +178,13 @@ class StepGraph:
         return bool(self.changed or self.buffers_between or self.logs_otherwise or self.numbers or self.log_sizes)
 
     def with_fixed_sizes(self, whole: StepGraph) -> StepGraph:
-        """Return this step with ``fixed_sizes`` set.
+        """Return this step with ``fixed_sizes`` and ``has_fixed_numbers`` set.
 
         Args:
             whole: The same step, traced on the whole batch.
         """
         fixed = (call for call, size in self.log_sizes.items() if whole.log_sizes.get(call) == size)
-        return replace(self, fixed_sizes=frozenset(fixed))
+        return replace(self, fixed_sizes=frozenset(fixed), has_fixed_numbers=self.numbers == whole.numbers)
 
     def with_whole_batch(self, whole: StepGraph) -> StepGraph:
         """Return this step with ``of_whole_batch`` set to ``whole``, if its side effects must cover the whole batch.

@@ -126,9 +126,7 @@ class PipelinedSteps(Steps):
                 return self._scale(weights.scale(loss) / accumulate)
             return self._scale(loss / (num_microbatches * accumulate))
 
-        def merge(results: list[Any]) -> Any:
-            return merged_outputs(results, losses)
-
+        merge = partial(merged_outputs, losses)
         result, ran, told = self._run("training_step", args, kwargs, self._all_on_host, merge, loss_of)
         self._parallel.after_microbatches()
         output = result.apply(told, ran.buffers)
@@ -297,7 +295,7 @@ class PipelinedSteps(Steps):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         group: dist.ProcessGroup,
-        merge: Callable[[list[Any]], Any],
+        merge: Callable[[list[Any], bool], Any],
         loss_of: Callable[[int, Any], Tensor] | None = None,
     ) -> tuple[StepResult, StepOutcome, Results]:
         """Run the step ``name`` on all microbatches. This is a collective over the pipeline and over ``group``.
@@ -309,7 +307,8 @@ class PipelinedSteps(Steps):
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
             group: Process group of the ranks that run a step now, which uses gloo.
-            merge: Function that merges the results of the microbatches; it is called on the last stage only.
+            merge: Function that merges the results of the microbatches, given whether integers are counts; it is
+                called on the last stage only.
             loss_of: Function that returns a microbatch's part of the loss, given the number of microbatches and the
                 result of the step on it; None: there is no backward.
 

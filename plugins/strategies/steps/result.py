@@ -146,13 +146,13 @@ class StepResult:
             result = pipeline.runner.run_between_parts(whole, values, step)
         self._of_whole_batch = _OfWholeBatch(_detached(result), {call: value for call, (value, _) in logged.items()})
 
-    def output(self, merge: Callable[[], Any]) -> Any:
+    def output(self, merge: Callable[[bool], Any]) -> Any:
         """Return the step's output for the whole batch. Only the rank with the last stage may call this.
 
         Args:
-            merge: Function without arguments that merges the outputs of the microbatches.
+            merge: Function that merges the outputs of the microbatches, given whether integers are counts.
         """
-        merged = merge()
+        merged = merge(not self.graph.has_fixed_numbers)
         if self._of_whole_batch is None:
             return merged
         whole = self._of_whole_batch.result
@@ -160,11 +160,11 @@ class StepResult:
             return {**whole, **{key: merged[key] for key in ("loss", "weight") if key in merged}}
         return merged if isinstance(merged, Tensor) else whole
 
-    def left(self, merge: Callable[[], Any], buffers: BuffersOfStep) -> Results:
+    def left(self, merge: Callable[[bool], Any], buffers: BuffersOfStep) -> Results:
         """Return what the step leaves. Only the rank with the last stage may call this.
 
         Args:
-            merge: Function without arguments that merges the outputs of the microbatches.
+            merge: Function that merges the outputs of the microbatches, given whether integers are counts.
             buffers: The buffers that the step changes, from the step's outcome.
         """
         logged = {call: self._merged(call, list(calls.values())) for call, calls in self._logged.items()}
@@ -326,15 +326,16 @@ _LOG_ARGUMENTS = tuple(signature_of(LightningModule.log).parameters)[3:]
 """Names of the parameters of ``self.log`` after ``self``, ``name`` and ``value``."""
 
 
-def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
+def merged_outputs(losses: list[Tensor], results: list[Any], are_counts: bool) -> Any:
     """Merge the outputs of ``training_step`` on the microbatches.
 
     Losses are averaged, weighted by the microbatches' ``weight`` if they have one; the other values of a dict are
     merged by :func:`merge_values`.
 
     Args:
-        results: The output of ``training_step`` on each microbatch.
         losses: The detached loss of each microbatch.
+        results: The output of ``training_step`` on each microbatch.
+        are_counts: As for :func:`merge_values`.
 
     Returns:
         The loss, or a dict if ``training_step`` returned dicts, whose weight is the sum of the microbatches' weights.
@@ -343,7 +344,9 @@ def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
         return torch.stack(losses).mean()
     weights = [result.get("weight") for result in results]
     others = {
-        key: merge_values([result[key] for result in results]) for key in results[0] if key not in ("loss", "weight")
+        key: merge_values([result[key] for result in results], are_counts)
+        for key in results[0]
+        if key not in ("loss", "weight")
     }
     if weights[0] is None:
         return {"loss": torch.stack(losses).mean(), **others}
@@ -357,22 +360,24 @@ def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
     }
 
 
-def merge_values(results: list[Any]) -> Any:
+def merge_values(results: list[Any], are_counts: bool) -> Any:
     """Merge the outputs of the microbatches into one for the whole batch.
 
     Tensors and NumPy arrays are concatenated along dimension 0, and lists one after another. Floating-point scalars are
-    averaged, and integers are summed, because they are counts. Mappings, tuples and dataclasses are merged item by
+    averaged, and integers are summed if they are counts. Mappings, tuples and dataclasses are merged item by
     item. Where the microbatches have strings, booleans or None, the value of the first one is returned. Other objects
     that are not equal become :class:`Unmerged`.
 
     Args:
         results: The output of each microbatch, in order.
+        are_counts: Whether integers depend on the size of the batch; if not, they are the same for all microbatches,
+            such as the index of the batch.
     """
     first = results[0]
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(results)
     if isinstance(first, np.ndarray | np.generic):
-        return np.asarray(merge_values([result.item() for result in results]))[()]
+        return np.asarray(merge_values([result.item() for result in results], are_counts=True))[()]
     if isinstance(first, Tensor):
         detached = [result.detach() for result in results]
         if first.ndim:
@@ -381,18 +386,19 @@ def merge_values(results: list[Any]) -> Any:
     if isinstance(first, float):
         return sum(results) / len(results)
     if isinstance(first, int) and not isinstance(first, bool):
-        return sum(results)
+        return sum(results) if are_counts else first
     if isinstance(first, Mapping):
-        items = {key: merge_values([result[key] for result in results]) for key in first}
+        items = {key: merge_values([result[key] for result in results], are_counts) for key in first}
         return type(first)(**items) if is_dataclass(first) else items  # ModelOutput is a Mapping and a dataclass.
     if isinstance(first, tuple):
-        columns = [merge_values(list(column)) for column in zip(*results, strict=True)]
+        columns = [merge_values(list(column), are_counts) for column in zip(*results, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if isinstance(first, list):
         return [item for result in results for item in result]
     if is_dataclass(first) and not isinstance(first, type):
         names = [entry.name for entry in fields(first) if entry.init]
-        return replace(first, **{name: merge_values([getattr(result, name) for result in results]) for name in names})
+        merged = {name: merge_values([getattr(result, name) for result in results], are_counts) for name in names}
+        return replace(first, **merged)
     if isinstance(first, bool | str | bytes | None) or all(_is_equal(result, first) for result in results[1:]):
         return first
     return Unmerged(type(first).__name__)
