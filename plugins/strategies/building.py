@@ -129,7 +129,12 @@ class ModuleBuilder:
                     " weights. Remove one of the two."
                 )
             self.has_averages = True
-            self.build(cast(LightningModule, average.module), copied=host.parallel)
+            module = cast(LightningModule, average.module)
+            module.trainer = host.trainer  # A copy has none, which a traced step of manual optimization asks for.
+            try:
+                self.build(module, copied=host.parallel)
+            finally:
+                module.trainer = None
 
     def move_to_device(self, module: LightningModule) -> None:
         """Move a module to this rank's device, except tensors that ``configure_model`` left on the meta device."""

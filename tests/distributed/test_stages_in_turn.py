@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -108,6 +109,23 @@ def test_a_manual_step_trains_as_in_one_process(pool: WorkerPool, cls: type[Manu
     for weights, logged in pool.run(trained, 2, cls, "pp"):
         assert_same(weights, expected)
         assert logged == pytest.approx(metrics, rel=1e-10)
+
+
+def averaged(layout: str) -> Weights:
+    """Train with an average of the weights, which replaces them at the end."""
+    strategy = PipelineParallelStrategy(2) if layout == "pp" else layout
+    callbacks = [EMAWeightAveraging(decay=0.5)]
+    trainer = make_trainer("auto", strategy=strategy, max_steps=3, precision="32-true", callbacks=callbacks)
+    torch.manual_seed(0)
+    model = Manual()
+    trainer.fit(model)
+    return weights_of(model)
+
+
+def test_weights_are_averaged_under_manual_optimization(pool: WorkerPool) -> None:
+    (expected,) = pool.run(averaged, 1, "auto")
+    for weights in pool.run(averaged, 2, "pp"):
+        assert_same(weights, expected, 1e-5)
 
 
 def failed(cls: type[Manual]) -> str:

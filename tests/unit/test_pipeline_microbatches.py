@@ -101,7 +101,8 @@ def test_a_list_of_samples_is_split_and_the_batches_in_a_list_are_split_one_by_o
 def test_a_microbatch_of_weight_zero_whose_mean_is_not_a_number_does_not_count() -> None:
     losses = [torch.tensor(2.0), torch.tensor(torch.nan), torch.tensor(4.0)]
     weights = [torch.tensor(1), torch.tensor(0), torch.tensor(3)]
-    merged = merged_outputs([{"loss": loss, "weight": w} for loss, w in zip(losses, weights, strict=True)], losses)
+    results = [{"loss": loss, "weight": w} for loss, w in zip(losses, weights, strict=True)]
+    merged = merged_outputs(losses, results, are_counts=True)
     assert merged["loss"] == 3.5 and merged["weight"] == 4
 
 
