@@ -85,6 +85,7 @@ def test_the_chosen_layout_trains_as_one_process_and_resumes_on_other_ranks(
     assert_same(resumed[0].weights, alone.weights, 1e-10 if model == "gpt" else 1e-6)
 
 
+@pytest.mark.thorough
 def test_a_memory_that_no_layout_fits_is_refused_on_all_ranks(pool: WorkerPool) -> None:
     with pytest.raises(RankFailed) as failed:
         pool.run(train, 2, "gpt", 2, None, None, memory="0.1MiB", pp_size=1, tp_size=1, cp_size=1)

@@ -221,6 +221,7 @@ def test_the_run_ends_when_a_launched_rank_fails(script: Path) -> None:
     assert "RuntimeError: rank 1 fails" in output
 
 
+@pytest.mark.thorough
 def test_the_exit_code_is_that_of_a_rank_which_fails_after_rank_0_has_ended(script: Path) -> None:
     first = Forked(run_script_to_its_exit, script, "fail_late", environment=environment())
     output, _ = first.communicate(timeout=60)

@@ -198,6 +198,7 @@ def remembered(name: str, path: Path, num_steps: int, start: Path | None = None)
     return int(model.seen), {names[param]: float(whole(state["memory"]).sum()) for param, state in states if state}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", one_in(2, ["pp2", "pp2 x tp2, zbv"]))
 def test_buffers_and_optimizer_state_of_a_single_stage_are_saved(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     pool.run(remembered, STRATEGIES[name][0], name, tmp_path / "first", 2)

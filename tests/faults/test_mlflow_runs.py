@@ -202,6 +202,7 @@ class Outage(Regression):
             self.trainer.should_stop = True
 
 
+@pytest.mark.thorough
 def test_training_does_not_notice_that_the_server_is_killed_and_misses_nothing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
