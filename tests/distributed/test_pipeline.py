@@ -122,24 +122,25 @@ def everything(in_stages: bool) -> dict[str, Any]:
 class WithNumbers(Talkative):
     """Predict numbers beside the classes: some are constants, and others are counts of samples."""
 
-    counts = False
+    counts = "none"
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         classes = self.model(batch[0]).argmax(-1)
-        counts = {"size": len(batch[1]), "zeros": int((classes == 0).sum())} if self.counts else {}
-        return {"classes": classes.tolist(), "index": batch_idx, "half": 0.5, **counts}
+        counts = {"none": {}, "sizes": {"size": len(batch[1])}, "values": {"zeros": int((classes == 0).sum())}}
+        return {"classes": classes, "index": batch_idx, "half": 0.5, **counts[self.counts]}
 
 
-def predicted(in_stages: bool, counts: bool) -> Any:
+def predicted(in_stages: bool, counts: str) -> Any:
     torch.manual_seed(0)
     model = WithNumbers()
     model.counts = counts
     strategy = PipelineParallelStrategy(num_microbatches=4) if in_stages else "auto"
-    return trainer(strategy, limit_predict_batches=3).predict(model)
+    predictions = trainer(strategy, limit_predict_batches=3).predict(model) or []
+    return [{**found, "classes": found["classes"].tolist()} for found in predictions]
 
 
-@pytest.mark.parametrize("counts", [False, True])
-def test_predicted_numbers_are_those_of_the_whole_batch(pool: WorkerPool, counts: bool) -> None:
+@pytest.mark.parametrize("counts", ["none", "sizes", "values"])
+def test_predicted_numbers_are_those_of_the_whole_batch(pool: WorkerPool, counts: str) -> None:
     assert pool.run(predicted, 2, True, counts)[0] == pool.run(predicted, 1, False, counts)[0]
 
 
