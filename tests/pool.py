@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import itertools
 import multiprocessing as mp
@@ -217,6 +218,7 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
     mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     file = open(os.path.join(stacks, str(os.getpid())), "w")  # noqa: SIM115 - it is open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    _connect_once_rank_0_listens()
     watched: Callable[..., Any] = _called
     if accelerator_rules.is_chosen():
         from tests.accelerator_rules import install as simulated
@@ -246,6 +248,29 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
             connection.send(answer)
         except Exception:
             connection.send((False, f"the result cannot be sent: {traceback.format_exc()}"))
+
+
+def _connect_once_rank_0_listens() -> None:
+    """Let the other ranks of a worker's runs connect to rank 0 as soon as it listens for connections.
+
+    torch waits for half a second or more after an attempt that was refused, because rank 0 did not listen yet. A run
+    takes about as long as that altogether.
+    """
+    rendezvous = sys.modules["torch.distributed.rendezvous"]
+    create = rendezvous._create_c10d_store  # type: ignore[attr-defined]
+
+    @functools.wraps(create)
+    def create_later(host: str, port: int, rank: int, *args: Any, **kwargs: Any) -> Any:
+        deadline = time.monotonic() + 20.0
+        while rank and time.monotonic() < deadline:
+            try:
+                socket.create_connection((host, port), timeout=1.0).close()
+                break
+            except OSError:
+                time.sleep(0.005)
+        return create(host, port, rank, *args, **kwargs)
+
+    rendezvous._create_c10d_store = create_later  # type: ignore[attr-defined]
 
 
 def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

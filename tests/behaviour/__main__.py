@@ -60,7 +60,7 @@ def main() -> int:
         known = Results.read().cells
         columns = {name: tuple(c for c in row if c not in known.get(name, {})) for name, row in columns.items()}
         chosen = [case for case in chosen if columns[case.name]]
-    fork_server("tests.preload_more")
+    fork_server("tests.behaviour.preload")
     start = time.monotonic()
     pools = [WorkerPool() for _ in range(options.jobs)]
     free = list(pools)
