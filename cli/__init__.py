@@ -18,6 +18,7 @@ _COMMANDS = {
     "validate": "run one validation epoch",
     "test": "run one test epoch",
     "predict": "run a model over data and collect what it returns",
+    "launch": "start a run on all devices of nodes, or as a job of SLURM",
     "check": "compare a step under a strategy with one process, before a training",
     "plan": "predict the memory of each layout, without devices",
     "doctor": "measure the nodes of a run, and find what is wrong with them, before a training",
@@ -27,6 +28,7 @@ _COMMANDS = {
     "checkpoint": "list, check and convert checkpoints",
 }
 _MODULES = {
+    "launch": "lightning_dist.cli.launch.command",
     "check": "lightning_dist.cli.check",
     "plan": "lightning_dist.cli.plan",
     "doctor": "lightning_dist.cli.doctor.command",
@@ -37,7 +39,13 @@ _MODULES = {
 }
 """The modules of the commands; of the others, it is ``lightning_dist.cli.trainer``."""
 
-_PACKAGES = {"compare": ("mlflow", "rich", "jinja2"), "sync": ("mlflow",), "checkpoint": (), "doctor": ("rich",)}
+_PACKAGES = {
+    "launch": (),
+    "compare": ("mlflow", "rich", "jinja2"),
+    "sync": ("mlflow",),
+    "checkpoint": (),
+    "doctor": ("rich",),
+}
 """The packages of the extra ``cli`` that the commands need."""
 
 _PACKAGES_OF_TRAINER = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow", "rich")

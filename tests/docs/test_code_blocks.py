@@ -202,6 +202,9 @@ def test_commands_run_or_have_no_unknown_option(
         arguments = [str(existing(word)) if word.endswith(".yaml") else word for word in arguments]
         if command in ("fit", "validate", "test", "predict", "check", "plan", "profile"):
             assert answer(command, arguments) is None, capsys.readouterr()
+        elif command == "launch":
+            Path("train.py").touch()
+            assert main([command, "--dry-run", *arguments]) == 0, capsys.readouterr()
         elif command == "doctor":  # It would measure for some seconds.
             make_parser().parse_args(arguments)
         elif command == "compare":  # The runs of the examples do not exist.

@@ -154,6 +154,7 @@ def test_with_another_version_of_lightning_the_parser_is_asked(
         (["compare", "--help"], 0, "--baseline"),
         (["doctor", "--help"], 0, "--checkpoint-folder"),
         (["sync", "--help"], 0, "--tracking-uri"),
+        (["launch", "--help"], 0, "--max-restarts"),
         (["checkpoint", "--help"], 0, "consolidate"),
         (["fti"], 2, "did you mean 'fit'?"),
         (["fit", "--trainer.max_stepz=3"], 2, "did you mean '--trainer.max_steps'?"),

@@ -1,0 +1,233 @@
+"""The command that launches runs starts ranks, keeps their output, restarts them, and refuses wrong arguments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_dist.cli.launch import rank
+from lightning_dist.cli.launch.failure import Failure, first_error
+from lightning_dist.cli.launch.job import Job, value_of
+from lightning_dist.cli.launch.slurm import script
+from tests.command import run_command
+
+_SCRIPT_OF_SLURM = """\
+#!/bin/bash
+#SBATCH --job-name=lightning-dist-fit
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --signal=SIGUSR1@90
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=/runs/a/slurm_%j.out
+#SBATCH --partition=gpu
+#SBATCH --exclusive
+
+restarts=${SLURM_RESTART_COUNT:-0}
+logs=/runs/a/$SLURM_JOB_ID/attempt_$restarts
+export LIGHTNING_DIST_LAUNCH_LOGS=$logs PYTHONUNBUFFERED=1
+mkdir -p "$logs"
+
+srun --kill-on-bad-exit=1 --output="$logs/rank_%t.out" --error="$logs/rank_%t.err" \\
+    /venv/bin/python -m lightning_dist.cli.launch.rank fit --ckpt_path=auto -c 'my run.yaml' \
+--trainer.devices=8 --trainer.num_nodes=2
+code=$?
+# The code of srun may be that of a rank which srun has ended after another one had failed.
+[ -f "$logs/end" ] && code=$(head -n 1 "$logs/end")
+
+[ "$code" -ne 0 ] && /venv/bin/python -m lightning_dist.cli.launch.failure "$logs"
+if [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "$code" -ne 75 ] && [ "$restarts" -lt 3 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+elif [ "$code" -eq 75 ] && ! scontrol show job "$SLURM_JOB_ID" | grep -q PreemptTime=None; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+_USERS_SCRIPT = """\
+import os, pathlib, signal, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "start", os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("arguments", sys.argv[1:], file=sys.stderr)
+pathlib.Path("rank" + os.environ["RANK"]).touch()
+while not pathlib.Path("rank0").exists():
+    time.sleep(0.01)
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    exec(sys.argv[1])
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the command in an empty folder, without what a launcher has set."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(rank.FOLDER, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_script_of_slurm() -> None:
+    job = Job(("fit", "-c", "my run.yaml"), 2, 8, 3, Path("/runs/a"))
+    assert script(job, ("partition=gpu", "exclusive"), "/venv/bin/python") == _SCRIPT_OF_SLURM
+    on_cpus = Job(("train.py", "--lr=1"), 1, 4, 0, Path("/runs/a"), on_gpu=False)
+    text = script(on_cpus, ("requeue=", "signal=B:USR1@10"), "python")
+    assert "gpus-per-node" not in text
+    assert "#SBATCH --signal=B:USR1@10\n" in text
+    assert "python -m lightning_dist.cli.launch.rank train.py --lr=1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "rendezvous"),
+    [
+        ([], "--standalone"),
+        (["--on=torchrun", "--nodes=2", "--head=node1"], "--rdzv-backend=c10d --rdzv-endpoint=node1:29400"),
+        (["--on=torchrun", "--nodes=2", "--head=node1:1234"], "--rdzv-backend=c10d --rdzv-endpoint=node1:1234"),
+    ],
+)
+def test_command_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str], rendezvous: str
+) -> None:
+    nodes = 2 if options else 1
+    command = ["launch", *options, "--devices=4", "--logs=logs", "--dry-run", "--", "fit", "-c", "my.yaml"]
+    assert run_command(monkeypatch, *command) == 0
+    logs = Path("logs").absolute()
+    assert capfd.readouterr().out == (
+        f"LIGHTNING_DIST_LAUNCH_LOGS={logs} torchrun --nnodes={nodes} --nproc-per-node=4 --max-restarts=0"
+        f" --rdzv-id=launch {rendezvous} --log-dir={logs} --redirects=3 -m lightning_dist.cli.launch.rank"
+        f" fit -c my.yaml --trainer.devices=4 --trainer.num_nodes={nodes}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "--devices: give the number of devices of each node, at least 1."),
+        ("--devices 0 -- fit", "--devices=0: give the number of devices"),
+        ("--devices 2", "nothing to launch. Give the command after two hyphens"),
+        ("--devices 2 fit -c my.yaml", "write two hyphens before 'fit': lightning-dist launch -- fit"),
+        ("--devises 2 -- fit", "no option is named --devises; did you mean '--devices'?"),
+        ("--devices 2 -- fitt", "cannot launch 'fitt'; did you mean 'fit'? After the two hyphens stands one of fit,"),
+        ("--devices 2 -- train.py", "there is no script 'train.py'."),
+        ("--devices 2 -- fit --trainer.devices=4", "--trainer.devices=4, but --devices is 2. Leave"),
+        ("--devices 2 -- fit --trainer.num_nodes 3", "--trainer.num_nodes=3, but --nodes is 1. Leave"),
+        ("--devices 2 --nodes 0 -- fit", "--nodes=0: expected at least 1."),
+        ("--devices 2 --max-restarts -1 -- fit", "--max-restarts=-1: expected at least 0."),
+        ("--devices 2 --nodes 2 -- fit", "--nodes=2, but --on=local starts the processes of this node alone. Give"),
+        ("--on torchrun --devices 2 --nodes 2 -- fit", "--nodes=2 needs --head HOST"),
+        ("--devices 2 --head node1 -- fit", "--head=node1 belongs to --on torchrun; --on=local does not use it."),
+        ("--on torchrun --devices 2 --head a:b -- fit", "--head='a:b': expected HOST or HOST:PORT."),
+        ("--devices 2 --sbatch time=1 -- fit", "--sbatch=time=1 belongs to --on slurm; --on=local does not use it."),
+        ("--on slurm --devices 2 --sbatch=--time=1 -- fit", "--sbatch='--time=1': expected NAME=VALUE without hyphens"),
+        ("--on slurm --devices 2 -- fit", "--on=slurm, but there is no sbatch on this machine."),
+        ("--on flux --devices 2 -- fit", "invalid choice: 'flux' (choose from 'local', 'torchrun', 'slurm')"),
+    ],
+)
+def test_mistakes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert run_command(monkeypatch, "launch", *arguments.split()) == 2
+    error = capfd.readouterr().err
+    assert message in error
+    assert error.startswith("error: lightning-dist launch: ")
+    assert list(Path().iterdir()) == []
+
+
+def test_values_of_options() -> None:
+    words = ("fit", "--a=1", "--b", "2", "--a", "3", "--ab=4")
+    assert [value_of(words, option) for option in ("--a", "--b", "--ab", "--c")] == ["3", "2", "4", None]
+
+
+@pytest.mark.parametrize(
+    ("statement", "restarts", "code", "ends"),
+    [
+        ("pass", 0, 0, []),
+        ("sys.exit(7)", 1, 0, []),
+        ("sys.exit(7)", 0, 7, ["rank 1 exited with code 7. Its output is in "]),
+        ("raise ValueError('no such row')", 0, 1, ["ValueError: no such row", "rank 1 exited with code 1."]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 0, 137, ["rank 1 was ended by signal 9 (SIGKILL)."]),
+        ("sys.exit(2)", 2, 2, ["rank 1 exited with code 2."]),
+        ("sys.exit(75)", 2, 75, []),
+    ],
+)
+def test_ranks_of_a_script(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    statement: str,
+    restarts: int,
+    code: int,
+    ends: list[str],
+) -> None:
+    Path("train.py").write_text(_USERS_SCRIPT)
+    logging = ["--logs=logs", f"--max-restarts={restarts}"]
+    assert run_command(monkeypatch, "launch", "--devices=2", *logging, "--", "train.py", statement) == code
+    printed = capfd.readouterr()
+    assert printed.out.startswith("rank 0 of 2 start 0\n")
+    assert "rank 1" not in printed.out
+    for end in ends:
+        assert end in printed.err
+    assert ("launch: " in printed.err) == bool(ends)
+    attempts = sorted(path.name for path in Path("logs").glob("attempt_*"))
+    starts_again = restarts and code == 0
+    if code in (0, 1, 7, 137):
+        assert attempts == (["attempt_0", "attempt_1"] if starts_again else ["attempt_0"])
+    first, last = (Path("logs", name, "rank_1.out") for name in (attempts[0], attempts[-1]))
+    assert first.read_text() == "rank 1 of 2 start 0\n"
+    assert (
+        last.read_text() == {True: "rank 1 of 2 start 1\n", False: "rank 1 of 2 start 0\n"}[bool(starts_again)] or code
+    )
+    assert Path("logs", "attempt_0", "rank_1.err").read_text().startswith(f"arguments [{statement!r}]")
+
+
+def test_a_rank_ends_as_the_launch_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("train.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    monkeypatch.setenv(rank.FOLDER, ".")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert [rank.main(["train.py", code]) for code in ("0", "1", "75", "0", "1")] == [0, 1, 75, 75, 75]
+    assert rank.end_of(Path()) == rank.End(75, 0, 0)
+    Path("end").unlink()
+    assert [rank.main(["train.py", code]) for code in ("76", "2", "0")] == [76, 2, 2]
+
+
+def test_the_rank_that_failed_first_is_shown() -> None:
+    lost = "a warning\nTraceback (most recent call last):\nRuntimeError: Connection reset by peer\n"
+    Path("rank_0.err").write_text(lost)
+    Path("rank_1.err").write_text("a warning\n[rank 1] error: model: no such file\n  at train.py:1\n")
+    Path("rank_2.err").write_text("a warning\n")
+    here = Path()
+    assert first_error(here, [Failure(2, 1), Failure(0, 1), Failure(1, 1)])[0].rank == 0
+    chosen, text = first_error(here, [Failure(2, 1), Failure(1, 1), Failure(0, 1)])
+    assert (chosen.rank, text) == (1, "[rank 1] error: model: no such file\n  at train.py:1")
+    assert first_error(here, [Failure(0, 1), Failure(2, -signal.SIGSEGV)]) == (Failure(2, -11), "")
+    assert first_error(here, [Failure(0, 1), Failure(2, -signal.SIGTERM)])[0].rank == 0
+    assert first_error(here, [Failure(0, 1), Failure(3, 76)]) == (Failure(3, 76), "")
+    assert Failure(2, -11).how() == "rank 2 was ended by signal 11 (SIGSEGV)"
+    assert Failure(2, 76).how() == "rank 2 exited with code 76"
+
+
+def test_two_nodes_meet_at_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the same command twice on this machine, as on two nodes."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    Path("train.py").write_text(
+        "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['GROUP_RANK'])"
+    )
+    words = ["launch", "--on=torchrun", "--nodes=2", "--devices=2", f"--head=localhost:{port}", "--", "train.py"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lightning_dist.cli", *words[:-2], f"--logs=logs{node}", *words[-2:]],
+            env=environment,
+        )
+        for node in range(2)
+    ]
+    assert [node.wait(100) for node in nodes] == [0, 0]
+    lines = [path.read_text().split() for path in sorted(Path().glob("logs*/attempt_0/rank_*.out"))]
+    assert sorted(lines) == [["0", "4", "0"], ["1", "4", "0"], ["2", "4", "1"], ["3", "4", "1"]]
