@@ -47,6 +47,15 @@ def test_small_tensors_have_values_and_large_ones_do_not() -> None:
     assert _simulated(run) == (4950, True, True, (10, 10), 0.0)
 
 
+def test_permutations_have_values_because_samplers_read_all_of_them() -> None:
+    def run(simulation: SimulatedRank) -> Any:
+        order = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))
+        large = torch.ones(100, 100)
+        return type(order), sorted(order.tolist()) == list(range(100_000)), large.device, large.t().device.type
+
+    assert _simulated(run) == (torch.Tensor, True, torch.device("cpu"), "cpu")
+
+
 def test_memory_of_tensors_without_values_is_counted_until_they_are_freed() -> None:
     def run(simulation: SimulatedRank) -> Any:
         meter = simulation.meter

@@ -32,8 +32,9 @@ class ValuelessTensors(DispatchMode):  # type: ignore[no-untyped-call]
 
     A tensor is without values if it is created with more than a few elements, or if a tensor without values has gone
     into it. What ranks tell each other (flags, numbers, digests), batches, positions and numbers of steps have values,
-    and what depends on them is decided as in a real run. A tensor with values loses them when one without values is
-    written into it. :meth:`without_values` takes those of a model's weights away.
+    and what depends on them is decided as in a real run. So have permutations, of which samplers read every number. A
+    tensor with values loses them when one without values is written into it. :meth:`without_values` takes those of a
+    model's weights away.
 
     A number that is read from a tensor without values is 0, and two of them are equal. Trials of blocks, which compare
     what a rank computes with what the whole block computes, therefore find no difference, and the first candidate of
@@ -56,6 +57,8 @@ class ValuelessTensors(DispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of an operation, with or without values."""
+        if func is torch.ops.prim.device.default:  # It is asked for more often than all others together.
+            return args[0].fake_device
         if any(kind not in _PLAIN for kind in types):  # DTensors and the like call the operations of their parts.
             return NotImplemented
         kwargs = kwargs or {}
@@ -106,6 +109,8 @@ class ValuelessTensors(DispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(leaf, Tensor) or (isinstance(leaf, torch.device) and leaf.type == "meta") for leaf in leaves):
             return func(*args, **kwargs)
         planned = self._shape_of(func, args, kwargs)
+        if func.overloadpacket is torch.ops.aten.randperm:
+            return func(*args, **kwargs)
         most = _LONG if func.overloadpacket is torch.ops.aten.arange else _LARGE
         is_large = any(isinstance(leaf, Tensor) and leaf.numel() > most for leaf in tree_leaves(planned))
         return planned if is_large else func(*args, **kwargs)
