@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,34 @@ def test_the_rank_that_failed_first_is_shown() -> None:
     assert Failure(2, 76).how() == "rank 2 exited with code 76"
 
 
+@pytest.mark.parametrize(
+    ("number", "does", "code"), [(signal.SIGTERM, "exit(75)", 75), (signal.SIGINT, "exit(0)", 130)]
+)
+def test_a_signal_reaches_the_ranks(number: signal.Signals, does: str, code: int) -> None:
+    Path("train.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: (print('saved'), sys.{does}))\n"
+        "print('ready')\n"
+        "time.sleep(100)\n"
+    )
+    words = ["launch", "--devices=2", "--max-restarts=3", "--logs=logs", "--", "train.py"]
+    launch = subprocess.Popen([sys.executable, "-m", "lightning_dist.cli", *words], env=_environment())
+    paths = [Path("logs", "attempt_0", f"rank_{index}.out") for index in range(2)]
+    deadline = time.monotonic() + 60.0
+    while not all(path.is_file() and path.read_text() == "ready\n" for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launch.send_signal(number)
+    assert launch.wait(60.0) == code
+    assert [path.read_text() for path in paths] == ["ready\nsaved\n"] * 2
+    assert [path.name for path in Path("logs").glob("attempt_*")] == ["attempt_0"]
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment variables without those that a launcher has set in this process."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
+
+
 def test_two_nodes_meet_at_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the same command twice on this machine, as on two nodes."""
     with socket.socket() as listener:
@@ -220,11 +249,10 @@ def test_two_nodes_meet_at_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
         "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['GROUP_RANK'])"
     )
     words = ["launch", "--on=torchrun", "--nodes=2", "--devices=2", f"--head=localhost:{port}", "--", "train.py"]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
     nodes = [
         subprocess.Popen(
             [sys.executable, "-m", "lightning_dist.cli", *words[:-2], f"--logs=logs{node}", *words[-2:]],
-            env=environment,
+            env=_environment(),
         )
         for node in range(2)
     ]
