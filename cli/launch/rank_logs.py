@@ -26,6 +26,8 @@ class RankLogs(LogsSpecs):
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
         self.folder = folder
+        self.attempt = folder
+        """The folder of the output of the ranks that were started last."""
         self._shown: list[TailLog] = []
 
     @property
@@ -41,9 +43,9 @@ class RankLogs(LogsSpecs):
             envs: The environment variables of each local rank.
         """
         self.stop()
-        attempt = attempt_folder(self.folder, int(envs[0]["TORCHELASTIC_RESTART_COUNT"]))
-        attempt.mkdir(parents=True, exist_ok=True)
-        paths = {local: attempt / f"rank_{env['RANK']}" for local, env in envs.items()}
+        self.attempt = attempt_folder(self.folder, int(envs[0]["TORCHELASTIC_RESTART_COUNT"]))
+        self.attempt.mkdir(parents=True, exist_ok=True)
+        paths = {local: self.attempt / f"rank_{env['RANK']}" for local, env in envs.items()}
         for local, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = f"{paths[local]}.json"
             env["PYTHONUNBUFFERED"] = "1"  # Otherwise what a rank has written is lost when it is killed.

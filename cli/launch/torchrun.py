@@ -72,7 +72,7 @@ def start(job: Job) -> int:
     except ChildFailedError as error:
         logs.stop()
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        return report(job.logs, [Failure(rank, failure.exitcode) for rank, failure in failures])
+        return report(job.logs, logs.attempt, [Failure(rank, failure.exitcode) for rank, failure in failures])
     except SignalException as error:
         logs.stop()
         return _code_of(job.logs, 128 + error.sigval)
@@ -87,18 +87,17 @@ def start(job: Job) -> int:
     return _code_of(job.logs, 0)
 
 
-def report(folder: Path, failures: list[Failure]) -> int:
+def report(folder: Path, attempt: Path, failures: list[Failure]) -> int:
     """Print the error of the rank that failed first, and return the exit code of the run.
 
     Args:
         folder: Folder of the logs.
+        attempt: Folder of the output of the ranks that were started last.
         failures: Ranks of this node that failed at the last start, in the order in which they did.
     """
     end = end_of(folder)
     if end is not None and end.code == STOPPED:
         return end.code
-    attempts = sorted(folder.glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    attempt = attempts[-1]
     if end is not None:
         attempt, failures = attempt_folder(folder, end.attempt), [Failure(end.rank, end.code)]
     first, text = first_error(attempt, failures)

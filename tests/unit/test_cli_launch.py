@@ -165,6 +165,8 @@ def test_ranks_of_a_script(
     ends: list[str],
 ) -> None:
     Path("train.py").write_text(_USERS_SCRIPT)
+    if code in (1, 7):  # The folder of an earlier launch, which had restarted more often, is given again.
+        Path("logs/attempt_9").mkdir(parents=True)
     logging = ["--logs=logs", f"--max-restarts={restarts}"]
     assert run_command(monkeypatch, "launch", "--devices=2", *logging, "--", "train.py", statement) == code
     printed = capfd.readouterr()
@@ -173,7 +175,7 @@ def test_ranks_of_a_script(
     for end in ends:
         assert end in printed.err
     assert ("launch: " in printed.err) == bool(ends)
-    attempts = sorted(path.name for path in Path("logs").glob("attempt_*"))
+    attempts = sorted(path.name for path in Path("logs").glob("attempt_[0-8]"))
     starts_again = restarts and code == 0
     if code in (0, 1, 7, 137):
         assert attempts == (["attempt_0", "attempt_1"] if starts_again else ["attempt_0"])
