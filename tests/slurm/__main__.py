@@ -125,7 +125,7 @@ def mistake(folder: Path, expected: dict[int, str]) -> str:
 
 def end_of_time(folder: Path, expected: dict[int, str]) -> str:
     """Let the job reach its time limit; it saves before, is requeued, and resumes."""
-    job = submit(folder, configure(folder, seconds=6.0), "--sbatch=time=2")
+    job = submit(folder, configure(folder, seconds=4.0), "--sbatch=time=3")
     until(lambda: any(attempt for attempt, *_ in losses_of(folder, 0)), _SECONDS)
     finish(job, folder)
     starts = len({attempt for attempt, *_ in losses_of(folder, 0)})
