@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import itertools
 import multiprocessing as mp
 import os
@@ -256,8 +257,9 @@ def _connect_once_rank_0_listens() -> None:
     torch waits for half a second or more after an attempt that was refused, because rank 0 did not listen yet. A run
     takes about as long as that altogether.
     """
-    rendezvous = sys.modules["torch.distributed.rendezvous"]
-    create = rendezvous._create_c10d_store  # type: ignore[attr-defined]
+    # ``import torch.distributed.rendezvous as ...`` gives the function of this name.
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    create = rendezvous._create_c10d_store
 
     @functools.wraps(create)
     def create_later(host: str, port: int, rank: int, *args: Any, **kwargs: Any) -> Any:
@@ -270,7 +272,7 @@ def _connect_once_rank_0_listens() -> None:
                 time.sleep(0.005)
         return create(host, port, rank, *args, **kwargs)
 
-    rendezvous._create_c10d_store = create_later  # type: ignore[attr-defined]
+    rendezvous._create_c10d_store = create_later
 
 
 def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_dist.cli.arguments import ArgumentParser
 from lightning_dist.cli.errors import BAD_CONFIGURATION, print_error
 from lightning_dist.cli.launch import slurm, torchrun
-from lightning_dist.cli.launch.job import TRAINER_COMMANDS, Job, interpreter, value_of
+from lightning_dist.cli.launch.job import TRAINER_COMMANDS, Job, value_of
 
 _DESCRIPTION = """\
 Start a run on the devices of this node, on several nodes, or as a job of SLURM. What follows the two hyphens is a
@@ -84,7 +84,9 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--nodes", metavar="N", type=int, default=1, help="number of nodes (1)")
     parser.add_argument("--devices", metavar="N", type=int, help="number of devices of each node")
     parser.add_argument(
-        "--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="whether SLURM is asked for GPUs (yes)"
+        "--accelerator",
+        choices=("cpu", "gpu"),
+        help="what SLURM is asked for (GPUs, unless the command has --trainer.accelerator=cpu)",
     )
     parser.add_argument(
         "--max-restarts", metavar="N", type=int, default=0, help="how often a run that failed starts again (0)"
@@ -125,6 +127,13 @@ def _mistake(options: argparse.Namespace, job: Job) -> str | None:
         return f"--head={job.head!r}: expected HOST or HOST:PORT."
     if options.sbatch and options.on != "slurm":
         return f"--sbatch={options.sbatch[0]} belongs to --on slurm; --on={options.on} does not use it. Leave it out."
+    if options.accelerator and options.on != "slurm":
+        return (
+            f"--accelerator={options.accelerator} is what SLURM is asked for; --on={options.on} does not use it. Give"
+            f" --trainer.accelerator={options.accelerator} after the two hyphens."
+        )
+    if options.on == "slurm" and any(character.isspace() for character in str(job.logs)):
+        return f"--logs={str(job.logs)!r}: SLURM reads no spaces in the names of folders. Give another folder."
     for option in options.sbatch:
         if option.startswith("-") or any(character.isspace() for character in option.partition("=")[0]):
             return f"--sbatch={option!r}: expected NAME=VALUE without hyphens before it, such as time=8:00:00."
@@ -134,7 +143,7 @@ def _mistake(options: argparse.Namespace, job: Job) -> str | None:
 
 
 def _on_gpu(options: argparse.Namespace, words: list[str]) -> bool:
-    return options.accelerator != "cpu" and value_of(words, "--trainer.accelerator") != "cpu"
+    return (options.accelerator or value_of(words, "--trainer.accelerator")) != "cpu"
 
 
 def _by_torchrun(job: Job, options: argparse.Namespace) -> int:
@@ -146,9 +155,9 @@ def _by_torchrun(job: Job, options: argparse.Namespace) -> int:
 
 def _by_slurm(job: Job, options: argparse.Namespace) -> int:
     if options.dry_run:
-        print(slurm.script(job, tuple(options.sbatch), interpreter()), end="")
+        print(slurm.script(job, tuple(options.sbatch), sys.executable), end="")
         return 0
-    return slurm.start(job, tuple(options.sbatch), interpreter())
+    return slurm.start(job, tuple(options.sbatch), sys.executable)
 
 
 LAUNCHERS: dict[str, Callable[[Job, argparse.Namespace], int]] = {

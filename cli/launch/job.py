@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,8 +99,3 @@ def value_of(words: tuple[str, ...] | list[str], option: str) -> str | None:
 def python_words(job: Job) -> list[str]:
     """Return the words after ``python`` that run a rank of the job."""
     return ["-m", RANK_MODULE, *job.command()]
-
-
-def interpreter() -> str:
-    """Return the Python that runs the ranks, which is that of this process."""
-    return sys.executable

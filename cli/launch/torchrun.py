@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
 
 from lightning_dist.cli.errors import TRAINING_FAILED, print_error
 from lightning_dist.cli.launch.failure import Failure, attempt_folder, first_error
-from lightning_dist.cli.launch.job import Job, interpreter, python_words
+from lightning_dist.cli.launch.job import Job, python_words
 from lightning_dist.cli.launch.rank import FOLDER, STOPPED, end_of
 
 DEFAULT_PORT = 29400
@@ -68,7 +69,7 @@ def start(job: Job) -> int:
         shutdown_timeout=_SECONDS_TO_STOP,
     )
     try:
-        elastic_launch(config, interpreter())(*python_words(job))
+        elastic_launch(config, sys.executable)(*python_words(job))
     except ChildFailedError as error:
         logs.stop()
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
@@ -116,4 +117,4 @@ def _code_of(folder: Path, otherwise: int) -> int:
 def _endpoint(job: Job) -> str:
     if not job.head:
         return "localhost:0"
-    return job.head if ":" in job.head else f"{job.head}:{DEFAULT_PORT}"
+    return job.head if re.search(r":\d+$", job.head) else f"{job.head}:{DEFAULT_PORT}"

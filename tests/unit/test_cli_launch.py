@@ -88,6 +88,7 @@ def test_script_of_slurm() -> None:
         ([], "--standalone"),
         (["--on=torchrun", "--nodes=2", "--head=node1"], "--rdzv-backend=c10d --rdzv-endpoint=node1:29400"),
         (["--on=torchrun", "--nodes=2", "--head=node1:1234"], "--rdzv-backend=c10d --rdzv-endpoint=node1:1234"),
+        (["--on=torchrun", "--nodes=2", "--head=[::1]"], "--rdzv-backend=c10d '--rdzv-endpoint=[::1]:29400'"),
     ],
 )
 def test_command_of_torchrun(
@@ -123,6 +124,8 @@ def test_command_of_torchrun(
         ("--devices 2 --head node1 -- fit", "--head=node1 belongs to --on torchrun; --on=local does not use it."),
         ("--on torchrun --devices 2 --head a:b -- fit", "--head='a:b': expected HOST or HOST:PORT."),
         ("--devices 2 --sbatch time=1 -- fit", "--sbatch=time=1 belongs to --on slurm; --on=local does not use it."),
+        ("--devices 2 --accelerator gpu -- fit", "--accelerator=gpu is what SLURM is asked for; --on=local does not"),
+        ("--on slurm --devices 2 --logs=a\u00a0b -- fit", "SLURM reads no spaces in the names of folders."),
         ("--on slurm --devices 2 --sbatch=--time=1 -- fit", "--sbatch='--time=1': expected NAME=VALUE without hyphens"),
         ("--on slurm --devices 2 -- fit", "--on=slurm, but there is no sbatch on this machine."),
         ("--on flux --devices 2 -- fit", "invalid choice: 'flux' (choose from 'local', 'torchrun', 'slurm')"),
@@ -132,7 +135,7 @@ def test_mistakes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert run_command(monkeypatch, "launch", *arguments.split()) == 2
+    assert run_command(monkeypatch, "launch", *filter(None, arguments.split(" "))) == 2
     error = capfd.readouterr().err
     assert message in error
     assert error.startswith("error: lightning-dist launch: ")
