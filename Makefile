@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links slurm faults clean
+.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links slurm ray faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
@@ -20,6 +20,7 @@ help:
 	@echo "make optimizers  more than 100 optimizers under six strategies, compared with one process"
 	@echo "make faults  saves that are killed, damaged and cut off from power, at every point"
 	@echo "make slurm   jobs that a real SLURM on this machine runs, kills, preempts and requeues; needs root"
+	@echo "make ray     runs on Ray clusters on this machine: killed, stopped, grown, and with a lost node"
 	@echo "make bench   step time, start-up and memory against other ways of training"
 	@echo "make gpu     what this machine's GPUs can show in ten minutes, with the system's python3; installs nothing"
 	@echo "make slow-links  gradients over slow links between emulated nodes, and what compression does to the loss"
@@ -93,7 +94,10 @@ faults: $(VENV)/installed-dev
 	$(BIN)/python -m tests.faults
 
 slurm: $(VENV)/installed-dev
-	$(BIN)/python -m tests.slurm
+	$(BIN)/python -m tests.launchers.slurm
+
+ray: $(VENV)/installed-dev
+	$(BIN)/python -m tests.launchers.ray
 
 zoo: $(VENV)/installed-dev
 	$(BIN)/python -m tests.zoo --write docs/compatibility.md

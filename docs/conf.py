@@ -17,6 +17,7 @@ myst_heading_anchors = 3  # The pages link to each other's headings as GitHub na
 
 # Lightning's base classes have hundreds of members, which their own documentation describes.
 autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_mock_imports = ["ray"]  # It is an extra that the documentation does not install.
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"

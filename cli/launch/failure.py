@@ -16,7 +16,7 @@ NUM_LINES = 30
 _ERROR = re.compile(r"^(\[rank \d+\] )?(error: |Traceback \(most recent call last\))", re.MULTILINE)
 
 
-_USUAL = (TRAINING_FAILED, BAD_CONFIGURATION, -signal.SIGTERM)
+USUAL = (TRAINING_FAILED, BAD_CONFIGURATION, -signal.SIGTERM)
 """The ends of a rank that another rank may have caused."""
 
 
@@ -59,7 +59,7 @@ def first_error(attempt: Path, failures: list[Failure]) -> tuple[Failure, str]:
         failures: Ranks that failed, in the order in which they did. At least one.
     """
     texts = {failure: _text(attempt / f"rank_{failure.rank}.err") for failure in failures}
-    ended = [failure for failure in failures if failure.code not in _USUAL]
+    ended = [failure for failure in failures if failure.code not in USUAL]
     reported = [failure for failure in failures if _ERROR.search(texts[failure])]
     chosen = (*ended, *reported, *failures)[0]
     found = _ERROR.search(texts[chosen])

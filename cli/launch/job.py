@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +23,14 @@ class Job:
 
     Args:
         words: The words after ``--``: a command of lightning-dist and its options, or a script and its arguments.
-        num_nodes: Number of nodes.
+        num_nodes: Number of nodes; the largest one, if it may vary.
         num_devices: Number of devices, and of processes, of each node.
         max_restarts: How often the processes are started again after one of them has failed.
         logs: Folder of the processes' output.
-        head: Address of the node at which the others meet, ``HOST`` or ``HOST:PORT``; empty: this node.
+        head: Address of the node at which the others meet, ``HOST`` or ``HOST:PORT``, or of the Ray cluster; empty:
+            this node.
         on_gpu: Whether the devices are GPUs.
+        min_nodes: The smallest number of nodes that the run continues with; None: ``num_nodes``.
     """
 
     words: tuple[str, ...]
@@ -36,6 +40,12 @@ class Job:
     logs: Path
     head: str = ""
     on_gpu: bool = True
+    min_nodes: int | None = None
+
+    @property
+    def nodes(self) -> str:
+        """Return the number of nodes, or the smallest and the largest one, as ``MIN:MAX``."""
+        return f"{self.num_nodes}" if self.min_nodes is None else f"{self.min_nodes}:{self.num_nodes}"
 
     @property
     def is_script(self) -> bool:
@@ -45,20 +55,27 @@ class Job:
     @property
     def resumes(self) -> bool:
         """Return whether the job is a fit that starts from the newest checkpoint of its run."""
-        return self.words[0] == "fit" and self.max_restarts > 0 and value_of(self.words, "--ckpt_path") is None
+        restarts = self.max_restarts > 0 or self.min_nodes is not None
+        return self.words[0] == "fit" and restarts and value_of(self.words, "--ckpt_path") is None
 
     def command(self) -> list[str]:
-        """Return the words that run the job after ``lightning-dist``, with the sizes that were asked for.
+        """Return the words that run the job after ``lightning-dist``, with the sizes that were asked for."""
+        if self.is_script:
+            return list(self.words)
+        return [
+            *self.command_without_sizes(),
+            f"--trainer.devices={self.num_devices}",
+            f"--trainer.num_nodes={self.num_nodes}",
+        ]
+
+    def command_without_sizes(self) -> list[str]:
+        """Return the words that run the job, for a launcher on each node that adds the sizes.
 
         A fit that may be restarted starts from the newest checkpoint of its run, unless its configuration says
         otherwise.
         """
         name, *options = self.words
-        if self.is_script:
-            return [name, *options]
-        resume = ["--ckpt_path=auto"] if self.resumes else []
-        sizes = [f"--trainer.devices={self.num_devices}", f"--trainer.num_nodes={self.num_nodes}"]
-        return [name, *resume, *options, *sizes]
+        return [name, *(["--ckpt_path=auto"] if self.resumes else []), *options]
 
     def mistake(self) -> str | None:
         """Return what is wrong with the job, and how to mend it; None: nothing."""
@@ -83,6 +100,23 @@ class Job:
                     f" {flag} {given}."
                 )
         return None
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Describe a way of starting a run, one of the values of ``--on``.
+
+    Args:
+        start: Function that starts a job with the options of the command, and returns the exit code.
+        describe: Function that returns what ``start`` would start, for ``--dry-run``.
+        mistake: Function that returns what is wrong with the job or the options, and how to mend it; None: nothing.
+        uses: The options of the command that only some launchers use, and that this one does.
+    """
+
+    start: Callable[[Job, argparse.Namespace], int]
+    describe: Callable[[Job, argparse.Namespace], str]
+    mistake: Callable[[Job, argparse.Namespace], str | None]
+    uses: tuple[str, ...] = ()
 
 
 def value_of(words: tuple[str, ...] | list[str], option: str) -> str | None:

@@ -8,8 +8,10 @@ before it has imported anything.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
+import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ STOPPED = 75
 BAD_CONFIGURATION = 2
 FINAL = (BAD_CONFIGURATION, STOPPED)
 """The exit codes after which the job is not started again."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,12 @@ def _note(folder: Path, code: int) -> None:
     whole.unlink()
 
 
+def _end_with_parent() -> None:
+    """Let Linux end this process when its agent is killed, so that it does not keep its device."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _run(words: list[str]) -> int:
     try:
         if not words[0].endswith(".py"):
@@ -92,4 +102,6 @@ def _run(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from lightning_dist.cli.errors import BAD_CONFIGURATION, TRAINING_FAILED, print_error
-from lightning_dist.cli.launch.job import Job, python_words
+from lightning_dist.cli.launch.job import Job, Launcher, python_words
 from lightning_dist.cli.launch.rank import FINAL, FOLDER, STOPPED
 
 _SECONDS_BEFORE_THE_LIMIT = 90
@@ -72,14 +74,8 @@ exit "$code"
 """
 
 
-def start(job: Job, options: tuple[str, ...], python: str) -> int:
-    """Submit the job, print its number and where its output goes, and return an exit code.
-
-    Args:
-        job: The run.
-        options: Further options of ``sbatch`` without their two hyphens.
-        python: Path of the Python that runs the ranks on the nodes.
-    """
+def start(job: Job, options: argparse.Namespace) -> int:
+    """Submit the job, print its number and where its output goes, and return an exit code."""
     if shutil.which("sbatch") is None:
         print_error(
             "lightning-dist launch: --on=slurm, but there is no sbatch on this machine. Run the command on a login node"
@@ -88,7 +84,7 @@ def start(job: Job, options: tuple[str, ...], python: str) -> int:
         return BAD_CONFIGURATION
     job.logs.mkdir(parents=True, exist_ok=True)
     found = subprocess.run(
-        ["sbatch", "--parsable"], input=script(job, options, python), capture_output=True, text=True, check=False
+        ["sbatch", "--parsable"], input=_describe(job, options), capture_output=True, text=True, check=False
     )
     if found.returncode:
         print_error(f"lightning-dist launch: sbatch refused the job: {found.stderr.strip()}")
@@ -99,3 +95,21 @@ def start(job: Job, options: tuple[str, ...], python: str) -> int:
         f" {job.logs}/slurm_{number}.out.\nsqueue --job={number} shows its state, and scancel {number} ends it."
     )
     return 0
+
+
+def _describe(job: Job, options: argparse.Namespace) -> str:
+    return script(job, tuple(options.sbatch), sys.executable)
+
+
+def _mistake(job: Job, options: argparse.Namespace) -> str | None:
+    if job.min_nodes is not None:
+        return f"--nodes={job.nodes}: a job of SLURM has a fixed number of nodes. Give --nodes {job.num_nodes}."
+    if any(character.isspace() for character in str(job.logs)):
+        return f"--logs={str(job.logs)!r}: SLURM reads no spaces in the names of folders. Give another folder."
+    for option in options.sbatch:
+        if option.startswith("-") or any(character.isspace() for character in option.partition("=")[0]):
+            return f"--sbatch={option!r}: expected NAME=VALUE without hyphens before it, such as time=8:00:00."
+    return None
+
+
+SLURM = Launcher(start, _describe, _mistake, uses=("sbatch", "accelerator"))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import re
 import shlex
+import socket
 import sys
 from pathlib import Path
 
+import psutil
+
 from lightning_dist.cli.errors import TRAINING_FAILED, print_error
 from lightning_dist.cli.launch.failure import Failure, attempt_folder, first_error
-from lightning_dist.cli.launch.job import Job, python_words
+from lightning_dist.cli.launch.job import Job, Launcher, python_words
 from lightning_dist.cli.launch.rank import FOLDER, STOPPED, end_of
 
 DEFAULT_PORT = 29400
@@ -19,12 +23,12 @@ _SECONDS_TO_STOP = 300
 """Time that ranks have to save a checkpoint after a signal, before they are killed."""
 
 
-def describe(job: Job) -> str:
+def describe(job: Job, _: argparse.Namespace) -> str:
     """Return the torchrun command that starts the same processes on this node."""
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={_endpoint(job)}"] if job.head else ["--standalone"]
     words = [
         "torchrun",
-        f"--nnodes={job.num_nodes}",
+        f"--nnodes={job.nodes}",
         f"--nproc-per-node={job.num_devices}",
         f"--max-restarts={job.max_restarts}",
         "--rdzv-id=launch",
@@ -36,7 +40,7 @@ def describe(job: Job) -> str:
     return f"{FOLDER}={shlex.quote(str(job.logs))} {shlex.join(words)}"
 
 
-def start(job: Job) -> int:
+def start(job: Job, _: argparse.Namespace) -> int:
     """Start the ranks of this node, wait for their end, and return the exit code of the run.
 
     Args:
@@ -58,16 +62,18 @@ def start(job: Job) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // job.num_devices, 1)))
     logs = RankLogs(job.logs)
     config = LaunchConfig(
-        min_nodes=job.num_nodes,
+        min_nodes=job.min_nodes or job.num_nodes,
         max_nodes=job.num_nodes,
         nproc_per_node=job.num_devices,
         run_id="launch",
         rdzv_backend="c10d",
         rdzv_endpoint=_endpoint(job),
+        rdzv_configs={"is_host": False} if job.head else {},
         max_restarts=job.max_restarts,
         logs_specs=logs,
         shutdown_timeout=_SECONDS_TO_STOP,
     )
+    store = _store_of(job.head) if job.head else None
     try:
         elastic_launch(config, sys.executable)(*python_words(job))
     except ChildFailedError as error:
@@ -79,12 +85,13 @@ def start(job: Job) -> int:
         return _code_of(job.logs, 128 + error.sigval)
     except RendezvousError as error:
         print_error(
-            f"lightning-dist launch: the {job.num_nodes} nodes did not meet at {_endpoint(job)}: {error}. Start the"
+            f"lightning-dist launch: the {job.nodes} nodes did not meet at {_endpoint(job)}: {error}. Start the"
             " command on each of them, with the same --head, which must be one of the nodes."
         )
         return TRAINING_FAILED
     finally:
         logs.stop()
+        del store
     return _code_of(job.logs, 0)
 
 
@@ -117,4 +124,55 @@ def _code_of(folder: Path, otherwise: int) -> int:
 def _endpoint(job: Job) -> str:
     if not job.head:
         return "localhost:0"
-    return job.head if re.search(r":\d+$", job.head) else f"{job.head}:{DEFAULT_PORT}"
+    return _endpoint_of(job.head)
+
+
+def _endpoint_of(head: str) -> str:
+    return head if re.search(r":\d+$", head) else f"{head}:{DEFAULT_PORT}"
+
+
+def _store_of(head: str) -> object | None:
+    """Return the store at which the nodes meet, if ``head`` is this machine, and no other process has begun it.
+
+    Torch makes it as well, but only if the host name of the machine has the address ``head``.
+    """
+    from torch.distributed import TCPStore
+
+    host, _, port = _endpoint_of(head).rpartition(":")
+    host = host.strip("[]")
+    if not _is_here(host):
+        return None
+    try:
+        return TCPStore(host, int(port), is_master=True, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError:
+        return None
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a name or an address is one of this machine."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return not found.isdisjoint(one.address for each in psutil.net_if_addrs().values() for one in each)
+
+
+def _mistake_of_local(job: Job, options: argparse.Namespace) -> str | None:
+    if job.num_nodes > 1:
+        return (
+            f"--nodes={job.nodes}, but --on=local starts the processes of this node alone. Give --on torchrun"
+            " --head HOST and start the command on each node, --on slurm, or --on ray."
+        )
+    return None
+
+
+def _mistake_of_torchrun(job: Job, options: argparse.Namespace) -> str | None:
+    if job.num_nodes > 1 and not job.head:
+        return f"--nodes={job.nodes} needs --head HOST, the name or address of one of the nodes, on each node."
+    if job.head and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:]+)(:\d{1,5})?", job.head):
+        return f"--head={job.head!r}: expected HOST or HOST:PORT."
+    return None
+
+
+LOCAL = Launcher(start, describe, _mistake_of_local)
+TORCHRUN = Launcher(start, describe, _mistake_of_torchrun, uses=("head",))

@@ -5,6 +5,7 @@ from lightning_dist.plugins.callbacks.noise_scale import GradientNoiseScale
 from lightning_dist.plugins.callbacks.pretrained import LoadPretrained
 from lightning_dist.plugins.callbacks.profile import ProfileSteps
 from lightning_dist.plugins.callbacks.progress import RunProgressBar
+from lightning_dist.plugins.callbacks.report_to_ray import ReportToRay
 from lightning_dist.plugins.callbacks.scale_learning_rate import ScaleLearningRate
 from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
 
@@ -13,6 +14,7 @@ __all__ = [
     "GradientNoiseScale",
     "LoadPretrained",
     "ProfileSteps",
+    "ReportToRay",
     "RunProgressBar",
     "ScaleLearningRate",
     "StepTelemetry",

@@ -88,20 +88,21 @@ def test_script_of_slurm() -> None:
         ([], "--standalone"),
         (["--on=torchrun", "--nodes=2", "--head=node1"], "--rdzv-backend=c10d --rdzv-endpoint=node1:29400"),
         (["--on=torchrun", "--nodes=2", "--head=node1:1234"], "--rdzv-backend=c10d --rdzv-endpoint=node1:1234"),
+        (["--on=torchrun", "--nodes=1:2", "--head=node1"], "--rdzv-backend=c10d --rdzv-endpoint=node1:29400"),
         (["--on=torchrun", "--nodes=2", "--head=[::1]"], "--rdzv-backend=c10d '--rdzv-endpoint=[::1]:29400'"),
     ],
 )
 def test_command_of_torchrun(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str], rendezvous: str
 ) -> None:
-    nodes = 2 if options else 1
+    nodes = options[1].partition("=")[2] if options else "1"
     command = ["launch", *options, "--devices=4", "--logs=logs", "--dry-run", "--", "fit", "-c", "my.yaml"]
     assert run_command(monkeypatch, *command) == 0
     logs = Path("logs").absolute()
     assert capfd.readouterr().out == (
         f"LIGHTNING_DIST_LAUNCH_LOGS={logs} torchrun --nnodes={nodes} --nproc-per-node=4 --max-restarts=0"
         f" --rdzv-id=launch {rendezvous} --log-dir={logs} --redirects=3 -m lightning_dist.cli.launch.rank"
-        f" fit -c my.yaml --trainer.devices=4 --trainer.num_nodes={nodes}\n"
+        f" fit{' --ckpt_path=auto' * (':' in nodes)} -c my.yaml --trainer.devices=4 --trainer.num_nodes={nodes[-1]}\n"
     )
 
 
@@ -121,14 +122,22 @@ def test_command_of_torchrun(
         ("--devices 2 --max-restarts -1 -- fit", "--max-restarts=-1: expected at least 0."),
         ("--devices 2 --nodes 2 -- fit", "--nodes=2, but --on=local starts the processes of this node alone. Give"),
         ("--on torchrun --devices 2 --nodes 2 -- fit", "--nodes=2 needs --head HOST"),
-        ("--devices 2 --head node1 -- fit", "--head=node1 belongs to --on torchrun; --on=local does not use it."),
+        ("--devices 2 --nodes a -- fit", "argument --nodes: 'a': expected a number, or MIN:MAX"),
+        ("--devices 2 --nodes 3:2 -- fit", "--nodes=3:2: expected the smaller number first, as in --nodes 1:4."),
+        ("--on slurm --devices 2 --nodes 1:2 -- fit", "--nodes=1:2: a job of SLURM has a fixed number of nodes."),
+        ("--devices 2 --head node1 -- fit", "--head=node1 belongs to --on torchrun or --on ray; --on=local does not"),
+        ("--devices 2 --wait 5 -- fit", "--wait=5.0 belongs to --on ray; --on=local does not use it."),
+        ("--on ray --devices 2 --wait -1 -- fit", "--wait=-1.0: expected at least 0."),
         ("--on torchrun --devices 2 --head a:b -- fit", "--head='a:b': expected HOST or HOST:PORT."),
         ("--devices 2 --sbatch time=1 -- fit", "--sbatch=time=1 belongs to --on slurm; --on=local does not use it."),
-        ("--devices 2 --accelerator gpu -- fit", "--accelerator=gpu is what SLURM is asked for; --on=local does not"),
+        (
+            "--devices 2 --accelerator gpu -- fit",
+            "--accelerator=gpu belongs to --on slurm or --on ray; --on=local",
+        ),
         ("--on slurm --devices 2 --logs=a\u00a0b -- fit", "SLURM reads no spaces in the names of folders."),
         ("--on slurm --devices 2 --sbatch=--time=1 -- fit", "--sbatch='--time=1': expected NAME=VALUE without hyphens"),
         ("--on slurm --devices 2 -- fit", "--on=slurm, but there is no sbatch on this machine."),
-        ("--on flux --devices 2 -- fit", "invalid choice: 'flux' (choose from 'local', 'torchrun', 'slurm')"),
+        ("--on flux --devices 2 -- fit", "invalid choice: 'flux' (choose from 'local', 'torchrun', 'slurm', 'ray')"),
     ],
 )
 def test_mistakes(
@@ -140,6 +149,24 @@ def test_mistakes(
     assert message in error
     assert error.startswith("error: lightning-dist launch: ")
     assert list(Path().iterdir()) == []
+
+
+def test_ray_is_needed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("lightning_dist.cli.launch.ray.find_spec", lambda name: None)
+    assert run_command(monkeypatch, "launch", "--on=ray", "--devices=2", "--", "fit") == 2
+    assert "--on=ray needs Ray, which is not installed: pip install 'lightning-dist[ray]'." in capfd.readouterr().err
+
+
+def test_description_of_a_run_on_ray(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--on=ray", "--nodes=1:4", "--devices=8", "--max-restarts=3", "--wait=60", "--logs=/runs/a", "--dry-run"]
+    assert run_command(monkeypatch, "launch", *words, "--", "fit", "-c", "my.yaml") == 0
+    assert capfd.readouterr().out == (
+        "# cluster: that of this machine, or a new one for this run\n"
+        "# 1 to 4 nodes with {'GPU': 8} each, for which it waits 60 s; at most 3 restarts\n"
+        "# Each node runs:\n"
+        "lightning-dist launch --on=torchrun --nodes=NODES --devices=8 --head=FIRST_NODE:PORT --logs=/runs/a/start_K --"
+        " fit --ckpt_path=auto -c my.yaml\n"
+    )
 
 
 def test_values_of_options() -> None:

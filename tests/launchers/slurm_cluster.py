@@ -7,9 +7,11 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.launchers.training import until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
 """What the cluster needs; in Debian, it is in the packages slurm-wlm and munge."""
@@ -96,18 +98,6 @@ def cluster(folder: Path) -> Iterator[None]:
             munge.wait(10.0)
         log.close()
         del os.environ["SLURM_CONF"]
-
-
-def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until a condition is true.
-
-    Raises:
-        AssertionError: If it is not true after so many seconds.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.2)
 
 
 def output(*words: str) -> str:
