@@ -116,6 +116,7 @@ def run_nodes(
             "logs": str(logs),
             "final": list(final),
             "folder": os.getcwd(),
+            "num_threads": os.environ.get("OMP_NUM_THREADS", "" if nodes.on_gpu else "1"),
             "path": [path for path in sys.path if path],
         },
         scaling_config=ScalingConfig(
@@ -159,6 +160,9 @@ def _run_node(config: dict[str, Any]) -> None:
     command = ["-m", "lightning_dist.cli", "launch", "--on=torchrun", f"--nodes={num_nodes}"]
     command += [f"--devices={config['num_devices']}", f"--head={head}", f"--logs={logs / start}", "--"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(config["path"])}
+    environment["OMP_NUM_THREADS"] = config["num_threads"]  # Ray has set it to the number of CPUs of the whole node.
+    if not config["num_threads"]:
+        del environment["OMP_NUM_THREADS"]
     out, err = (logs / start / f"node_{node}.{ending}" for ending in ("out", "err"))
     with out.open("w") as output, err.open("w") as errors:
         process = subprocess.Popen(

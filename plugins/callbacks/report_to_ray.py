@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -9,11 +11,15 @@ from typing_extensions import override
 
 __all__ = ["ReportToRay"]
 
+_POINTER = "pointer_ckpt.json"
+"""Name of the file that refers to a checkpoint elsewhere, as Ray's documentation calls it."""
+
 
 class ReportToRay(Callback):
-    """Report the Trainer's metrics to Ray after each validation and each epoch, in workers that run :func:`as_rank`.
+    """Report the Trainer's metrics to Ray after each validation and each epoch, in workers that run ``as_rank``.
 
-    The newest checkpoint is reported by its path, and Ray copies nothing: it must lie in a folder that all nodes share.
+    The newest checkpoint is reported by its path, and not copied: what Ray keeps is a folder with a file
+    ``pointer_ckpt.json`` whose ``uri`` is the path. All nodes must share the folder of the checkpoints.
     """
 
     def __init__(self) -> None:
@@ -37,7 +43,6 @@ class ReportToRay(Callback):
 
     def _report(self, trainer: Trainer) -> None:
         import ray.train  # It is an extra.
-        from ray.train.v2.api.report_config import CheckpointUploadMode
 
         callback = trainer.checkpoint_callback
         path = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
@@ -45,8 +50,10 @@ class ReportToRay(Callback):
             return
         self._reported = (trainer.global_step, path)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        ray.train.report(
-            {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step},
-            checkpoint=ray.train.Checkpoint.from_directory(path) if path and Path(path).is_dir() else None,
-            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-        )
+        metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        if not path or not trainer.is_global_zero:
+            ray.train.report(metrics)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, _POINTER).write_text(json.dumps({"uri": path}))
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))

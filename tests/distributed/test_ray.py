@@ -26,9 +26,34 @@ def expected(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("scenarios", [["killed_rank", "too_few"], ["train_function", "uneven_nodes"]])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "scenarios",
+    [["killed_rank", "too_few"], pytest.param(["train_function"], marks=pytest.mark.thorough)],
+    ids="-".join,
+)
 def test_scenarios(expected: Path, scenarios: list[str]) -> None:
     command = [sys.executable, "-m", "tests.launchers.ray", str(expected), *scenarios]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert [line.split()[0] for line in found.stdout.splitlines()] == scenarios
+
+
+def test_uneven_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.train
+
+    from lightning_dist.plugins import ray as plugin
+
+    class Context:
+        def get_local_world_size(self) -> int:
+            return 1
+
+        def get_world_rank(self) -> int:
+            return 2
+
+    monkeypatch.setattr(ray.train, "get_context", Context)
+    monkeypatch.setattr(plugin, "broadcast_from_rank_zero", lambda size: 2)
+    with pytest.raises(
+        RuntimeError, match=r"Ray has placed 1 workers on the node of rank 2, and 2 on that of rank 0\."
+    ):
+        plugin.as_rank(lambda: None)()
