@@ -39,6 +39,8 @@ from tests.nccl_rules.log import FOLDER, find_disorder
 
 __all__ = ["RankFailed", "WorkerPool", "fork_server", "in_parallel"]
 
+_SECONDS_TO_START = 300.0
+
 First, Second = TypeVar("First"), TypeVar("Second")
 
 
@@ -128,8 +130,12 @@ class WorkerPool:
             RankFailed: If a rank raised, died, or had not finished after ``timeout_s``. For a rank that had not
                 finished, the error has the stacks of its threads.
         """
-        while len(self._workers) < world_size:
-            self._workers.append(self._start())
+        new = [self._start() for _ in range(world_size - len(self._workers))]
+        self._workers += new
+        for _, connection in new:  # The time in which they start does not count.
+            if connection.poll(_SECONDS_TO_START):
+                with contextlib.suppress(EOFError):
+                    connection.recv()
         workers = self._workers[:world_size]
         port = _free_port()
         log = tempfile.mkdtemp(prefix="nccl-rules-") if self._has_nccl_rules else ""
@@ -230,6 +236,7 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
         from tests.nccl_rules.backend import install
 
         install()
+    connection.send("ready")
     while True:
         try:
             function, args, kwargs, env = connection.recv()
