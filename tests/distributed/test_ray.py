@@ -53,7 +53,5 @@ def test_uneven_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray.train, "get_context", Context)
     monkeypatch.setattr(plugin, "broadcast_from_rank_zero", lambda size: 2)
-    with pytest.raises(
-        RuntimeError, match="Ray has placed 1 workers on the node of rank 2, and 2 on"
-    ):
+    with pytest.raises(RuntimeError, match="Ray has placed 1 workers on the node of rank 2, and 2 on"):
         plugin.as_rank(lambda: None)()
