@@ -70,7 +70,7 @@ def _run(job: Job, wait_s: float) -> int:
         starts = start_folders(job.logs)[earlier:]
         return _report(starts[-1], error) if starts else _report_ray(error)
     end = end_of(last)
-    return int((last / "node_0.code").read_text()) if end is None else end.code
+    return _code_in(last / "node_0.code") if end is None else end.code
 
 
 def _connect(job: Job) -> None:
@@ -165,7 +165,7 @@ def _copy(path: Path, begin: int, stream: TextIO) -> int:
 def _report(start: Path, error: Exception) -> int:
     """Print what the launcher of the node that failed first says, and return its exit code."""
     paths = sorted(start.glob("node_*.code"), key=lambda path: path.stat().st_mtime)
-    codes = {path: int(path.read_text()) for path in paths}
+    codes = {path: _code_in(path) for path in paths}
     failed = [path for path in paths if codes[path]]
     if not failed:
         return _report_ray(error)
@@ -173,6 +173,12 @@ def _report(start: Path, error: Exception) -> int:
     if first.stem != "node_0":  # What the first node says is on the screen already.
         print(first.with_suffix(".err").read_text(errors="replace").rstrip(), file=sys.stderr)
     return codes[first]
+
+
+def _code_in(path: Path) -> int:
+    """Return an exit code from its file; that of a launcher which a signal has ended is 128 plus its number."""
+    code = int(path.read_text())
+    return code if code >= 0 else 128 - code
 
 
 def _report_ray(error: Exception) -> int:
