@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links slurm ray faults clean
+.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links slurm ray faults wheel container gpu clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
@@ -23,6 +23,8 @@ help:
 	@echo "make ray     runs on Ray clusters on this machine: killed, stopped, grown, and with a lost node"
 	@echo "make bench   step time, start-up and memory against other ways of training"
 	@echo "make gpu     what this machine's GPUs can show in ten minutes, with the system's python3; installs nothing"
+	@echo "make wheel   the package as a wheel, in dist"
+	@echo "make container  the image of the Dockerfile; without a builder, its steps in a folder"
 	@echo "make slow-links  gradients over slow links between emulated nodes, and what compression does to the loss"
 
 $(VENV)/bin/python:
@@ -122,5 +124,11 @@ slow-links: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench.slow_links
 	$(BIN)/python -m tests.bench.convergence
 
+wheel: | $(VENV)/bin/python
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+container:
+	$(PYTHON) -m tests.container
+
 clean:
-	rm -rf $(VENV) build docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache

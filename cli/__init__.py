@@ -14,6 +14,7 @@ from lightning_dist.cli.errors import BAD_CONFIGURATION, closest, print_error
 __all__ = ["main"]
 
 _COMMANDS = {
+    "new": "write a small project to begin with",
     "fit": "train a model",
     "validate": "run one validation epoch",
     "test": "run one test epoch",
@@ -28,6 +29,7 @@ _COMMANDS = {
     "checkpoint": "list, check and convert checkpoints",
 }
 _MODULES = {
+    "new": "lightning_dist.cli.new.command",
     "launch": "lightning_dist.cli.launch.command",
     "check": "lightning_dist.cli.check",
     "plan": "lightning_dist.cli.plan",
@@ -40,6 +42,7 @@ _MODULES = {
 """The modules of the commands; of the others, it is ``lightning_dist.cli.trainer``."""
 
 _PACKAGES = {
+    "new": (),
     "launch": (),
     "compare": ("mlflow", "rich", "jinja2"),
     "sync": ("mlflow",),

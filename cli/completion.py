@@ -14,6 +14,7 @@ from lightning_dist.cli import checkpoint, sync
 from lightning_dist.cli.compare import command as compare
 from lightning_dist.cli.doctor import command as doctor
 from lightning_dist.cli.launch import command as launch
+from lightning_dist.cli.new import command as new
 from lightning_dist.cli.options import DESCRIBED, Command, read
 
 _FILES = {
@@ -34,6 +35,7 @@ def complete(commands: Mapping[str, str]) -> None:
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     subparsers = parser.add_subparsers()
     others = {
+        "new": new.make_parser,
         "launch": launch.make_parser,
         "doctor": doctor.make_parser,
         "compare": compare.make_parser,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_dist.plugins.loggers import MLflowLogger
     from lightning_dist.plugins.parity_check.check import check
     from lightning_dist.plugins.planning.auto_parallel import AutoParallelStrategy
+    from lightning_dist.plugins.planning.report import PredictionReport
     from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
     from lightning_dist.plugins.strategies import (
         CheckpointOptions,
@@ -50,6 +51,7 @@ __all__ = [
     "NDParallelStrategy",
     "ParallelLayout",
     "PipelineParallelStrategy",
+    "PredictionReport",
     "TensorParallelStrategy",
     "check",
     "full_parameters",
@@ -65,6 +67,7 @@ if not TYPE_CHECKING:
         "MLflowLogger": "plugins.loggers",
         "MeshPrecision": "plugins.precision",
         "ParallelLayout": "mesh.layout",
+        "PredictionReport": "plugins.planning.report",
         "check": "plugins.parity_check",
         "full_parameters": "parallel_module",
         "per_rank_batch_size": "plugins.global_batch",

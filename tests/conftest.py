@@ -13,6 +13,10 @@ import pytest
 # it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What runs keep for later ones is not that of the user who runs the tests.
+os.environ.setdefault(
+    "LIGHTNING_DIST_CACHE", os.path.join(tempfile.gettempdir(), f"lightning-dist-cache-{os.getuid()}")
+)
 
 from tests import nccl_rules
 from tests.accelerator import VARIABLE

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import stdev
 
-from lightning_dist.cli.compare.measures import Better, losses_first, measures_of
+from lightning_dist.cli.compare.measures import MFU, PEAK, Better, losses_first, measures_of
 from lightning_dist.cli.compare.reading import Run
 from lightning_dist.cli.compare.scaling import SAMPLES, TOKENS, WORLD_SIZE, Scaling, scaling_of, world_size
 from lightning_dist.cli.compare.target import Target
@@ -84,6 +84,8 @@ class Comparison:
         self.scaling = scaling_of(self.runs) if grouped_by == WORLD_SIZE else None
         """How the throughput grows with the number of processes; None: columns are not grouped by it, or it does not
         vary."""
+        self.notes = [_DIFFERENT_PEAKS] if _have_different_peaks(self.runs) else []
+        """Sentences about what cannot be compared."""
         scaling_rows = [] if self.scaling is None else [_scaling_row(columns, self.scaling)]
         self.rows = [*_target_rows(columns, target), *scaling_rows, *_metric_rows(columns, self.metrics)]
 
@@ -228,9 +230,25 @@ def _as_flag(key: str) -> str:
 def _compared_metrics(runs: Sequence[Run]) -> list[str]:
     """Return the names of the metrics in the order of the rows, without samples where tokens say as much."""
     names = {name for run in runs for name in run.series}
+    # Where peaks differ, their row stands in the place of that of utilizations, and shows why that is missing.
+    names.discard(MFU if _have_different_peaks(runs) else PEAK)
     if all(TOKENS in run.series for run in runs if SAMPLES in run.series):
         names.discard(SAMPLES)
     return sorted(names, key=losses_first)
+
+
+def _have_different_peaks(runs: Sequence[Run]) -> bool:
+    """Return whether the utilizations of the runs are relative to different peaks, so that they cannot be compared."""
+    peaks = [run.series[PEAK].values[-1] for run in runs if PEAK in run.series]
+    return bool(peaks) and max(peaks) > (1 + _SAME_PEAK) * min(peaks)
+
+
+_DIFFERENT_PEAKS = (
+    f"{MFU} is left out, because it is relative to different peaks of the devices ({PEAK}, in TFLOP/s of a device)."
+)
+
+_SAME_PEAK = 0.01
+"""The largest relative difference of peaks that are taken to be the same."""
 
 
 def _target_rows(columns: Sequence[Column], target: Target | None) -> list[Row]:

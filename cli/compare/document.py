@@ -17,8 +17,9 @@ def as_document(comparison: Comparison, tracking_uri: str) -> dict[str, Any]:
 
     Returns:
         A dictionary with ``tracking_uri``, ``grouped_by``, ``target``, ``columns`` (with their runs), ``parameters``
-        (the values of each in the order of the columns), ``rows`` (with lists in the order of the columns) and
-        ``scaling`` (the fields of :class:`~lightning_dist.cli.compare.scaling.Scaling`; None: it is not known).
+        (the values of each in the order of the columns), ``rows`` (with lists in the order of the columns), ``notes``
+        (sentences about what cannot be compared) and ``scaling`` (the fields of
+        :class:`~lightning_dist.cli.compare.scaling.Scaling`; None: it is not known).
     """
     target = comparison.target
     return {
@@ -30,6 +31,7 @@ def as_document(comparison: Comparison, tracking_uri: str) -> dict[str, Any]:
         ],
         "parameters": dict(comparison.parameters),
         "rows": [_row(comparison, row) for row in comparison.rows],
+        "notes": comparison.notes,
         "scaling": None if comparison.scaling is None else asdict(comparison.scaling),
     }
 

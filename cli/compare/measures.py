@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from statistics import fmean, median
 from typing import Literal
 
-__all__ = ["MEASURES", "Better", "Measure", "is_compared", "is_loss", "losses_first", "measures_of"]
+__all__ = ["MEASURES", "MFU", "PEAK", "Better", "Measure", "is_compared", "is_loss", "losses_first", "measures_of"]
 
 Better = Literal["lower", "higher"] | None
 
@@ -48,11 +48,15 @@ _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": fmean,
 }
 
+MFU, PEAK = "perf/mfu", "perf/peak_tflops"
+"""The utilization of devices, and what it is relative to."""
+
 MEASURES = (
     Measure("perf/tokens_per_s", "median", "higher"),
     Measure("perf/samples_per_s", "median", "higher"),
     Measure("perf/step_ms", "median", "lower"),
-    Measure("perf/mfu", "median", "higher", is_fraction=True),
+    Measure(MFU, "median", "higher", is_fraction=True),
+    Measure(PEAK, "last"),
     Measure("perf/data_ms", "median", "lower"),
     Measure("perf/exposed_comm_ms", "median", "lower"),
     Measure("perf/bubble", "median", "lower", is_fraction=True),

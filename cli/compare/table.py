@@ -28,7 +28,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for indexes in _blocks(widths, console.width - width_of_names):
         console.print(_table(comparison, metrics, indexes))
         console.print()
-    console.print(_legend(comparison), highlight=False)
+    for note in (*comparison.notes, _legend(comparison)):
+        console.print(note, highlight=False)
 
 
 def _table(comparison: Comparison, metrics: Sequence[Sequence[Text]], indexes: Sequence[int]) -> Table:

@@ -72,9 +72,10 @@ class Nodes:
         while (there := self.num_there()) < self.smallest:
             if time.monotonic() >= end:
                 total = int(ray.cluster_resources().get(self.kind, 0))
+                nodes = f"{_num_alive()} node{'s' * (_num_alive() != 1)}"
                 raise ValueError(
                     f"the run needs {self.smallest} x {self.num_devices} {self.kind}s, and the Ray cluster has room for"
-                    f" {there} x {self.num_devices}: {total} {self.kind}s on {_num_alive()} nodes. Add nodes that have"
+                    f" {there} x {self.num_devices}: {total} {self.kind}s on {nodes}. Add nodes that have"
                     f" {self.num_devices} {self.kind}s each, wait for them, or ask for fewer."
                 )
             from ray.autoscaler.sdk import request_resources  # It needs a connection to a cluster.

@@ -1,5 +1,6 @@
 """Provide callbacks that work with any strategy, this package's or Lightning's."""
 
+from lightning_dist.plugins.callbacks.before_processes import BeforeProcesses
 from lightning_dist.plugins.callbacks.fault_tolerance import FaultTolerance
 from lightning_dist.plugins.callbacks.noise_scale import GradientNoiseScale
 from lightning_dist.plugins.callbacks.pretrained import LoadPretrained
@@ -10,6 +11,7 @@ from lightning_dist.plugins.callbacks.scale_learning_rate import ScaleLearningRa
 from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
 
 __all__ = [
+    "BeforeProcesses",
     "FaultTolerance",
     "GradientNoiseScale",
     "LoadPretrained",

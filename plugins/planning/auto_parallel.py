@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -16,13 +13,13 @@ from typing_extensions import override
 from lightning_dist.checkpoint import CheckpointError, read_manifest
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.parallelize import ParallelConfig, options_from
-from lightning_dist.plugins import _compat
 from lightning_dist.plugins.planning.choices import names_of_set
-from lightning_dist.plugins.planning.layouts import Layout, layouts_of
+from lightning_dist.plugins.planning.layouts import layouts_of
 from lightning_dist.plugins.planning.memory_of import memory_of, parse_memory
 from lightning_dist.plugins.planning.plan import plan
 from lightning_dist.plugins.planning.planned import Planned
 from lightning_dist.plugins.planning.report import PredictionReport
+from lightning_dist.plugins.planning.trained import Trained
 from lightning_dist.plugins.planning.where import find_where
 from lightning_dist.plugins.strategies.checks import check_run
 from lightning_dist.plugins.strategies.nd_parallel import NDParallelStrategy
@@ -35,41 +32,6 @@ _OBJECTIVES = ("tokens_per_s", "memory")
 
 _NUM_SHOWN = 4
 """Number of layouts that are printed: the choice and the runners-up."""
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """Make what is trained, for the dry run of a layout.
-
-    Args:
-        module: The user's module.
-        data: The data that the Trainer was given.
-        options: The arguments of the strategy that a plan leaves as they are.
-        arguments: Further arguments of the Trainer.
-    """
-
-    module: LightningModule
-    data: Any
-    options: Mapping[str, Any]
-    arguments: Mapping[str, Any]
-
-    def __call__(self, layout: Layout) -> tuple[LightningModule, Any, Mapping[str, Any]]:
-        """Return the module, the data, and the arguments of a Trainer."""
-        strategy = NDParallelStrategy(**{**self.options, **layout.arguments})
-        return self.module, self.data, {**self.arguments, "strategy": strategy}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled for another process: all but the Trainer, whose loggers have threads and locks."""
-        return {**vars(self), "module": _without_trainer(self.module), "data": _without_trainer(self.data)}
-
-
-def _without_trainer(thing: Any) -> Any:
-    """Return a shallow copy of a module or its data that belongs to no Trainer; other things as they are."""
-    if not isinstance(thing, LightningModule | LightningDataModule):
-        return thing
-    clone = copy.copy(thing)
-    vars(clone)["_trainer" if isinstance(thing, LightningModule) else "trainer"] = None
-    return clone
 
 
 class AutoParallelStrategy(NDParallelStrategy):
@@ -183,7 +145,7 @@ class AutoParallelStrategy(NDParallelStrategy):
             raise SystemExit(0)
         self._chosen = chosen
         # Checkpoint callbacks stay behind it.
-        self.trainer.callbacks.insert(0, PredictionReport(chosen))  # type: ignore[attr-defined]
+        self.trainer.callbacks.insert(0, PredictionReport(planned=chosen))  # type: ignore[attr-defined]
         layout = chosen.layout
         self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **layout.sizes, ep=self.layout.ep)
         if layout.options:
@@ -207,18 +169,7 @@ class AutoParallelStrategy(NDParallelStrategy):
         set_by_user = names_of_set(self._options)
         self._memory = memory
         by_memory = self._objective == "memory"
-        return plan(self._trained(), layouts, memory, backend, where, set_by_user, by_memory)
-
-    def _trained(self) -> _Trained:
-        trainer = self.trainer
-        arguments = {
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-            "plugins": [trainer.precision_plugin],
-        }
-        data = getattr(trainer, "datamodule", None) or _compat.given_train_loader(trainer)
-        return _Trained(self.module, data, self._options, arguments)
+        return plan(Trained.of(self, self._options), layouts, memory, backend, where, set_by_user, by_memory)
 
     def _choice(self, planned: Sequence[Planned]) -> tuple[Exception | str, Planned | None]:
         """Return what is printed, or the text of an error, and the layout that is used; None: there is none."""

@@ -19,7 +19,7 @@ from lightning_dist.plugins.planning.planned import Planned
 from lightning_dist.plugins.planning.step_time import Where
 from lightning_dist.run.simulation import Operation
 
-__all__ = ["Make", "plan"]
+__all__ = ["Make", "plan", "predict"]
 
 Make = Callable[[Layout], tuple[LightningModule, Any, Mapping[str, Any]]]
 """Function that makes the module, its data, and the arguments of a Trainer, for a layout."""
@@ -64,6 +64,21 @@ def plan(
         return planned
     found = dry_runs.planned(variants(best.layout, best.fits(memory), given), where)
     return _checked_first(order([*planned, *(one for one in found if one.peak is not None)]), memory)
+
+
+def predict(
+    make: Make, layout: Layout, backend: str, where: Callable[[Collection[Operation]], Where] | None = None
+) -> Planned:
+    """Predict the memory and the time of one layout by dry runs.
+
+    Args:
+        make: As for :func:`plan`, like the others.
+        layout: The layout.
+        backend: Backend over which the ranks would communicate.
+        where: Function that returns the speed of the devices; None: the time is not predicted.
+    """
+    (planned,) = _DryRuns(make, backend, lambda done, all_: None).planned([layout], where)
+    return planned
 
 
 def _of_sizes(

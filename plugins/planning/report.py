@@ -1,17 +1,26 @@
-"""Compare the prediction of a plan with what its run needs."""
+"""Compare the prediction of a run's memory and time with what the run needs."""
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.plugins._compat import logging_step
+from lightning_dist.plugins.planning.layouts import Layout
+from lightning_dist.plugins.planning.plan import predict
 from lightning_dist.plugins.planning.planned import Planned
+from lightning_dist.plugins.planning.trained import Trained
+from lightning_dist.plugins.planning.where import find_where
+from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.run.doctor.profile import MachineProfile
 
 __all__ = ["PredictionReport"]
 
@@ -20,7 +29,12 @@ _FIRST, _LAST, _FEWEST = 3, 20, 5
 
 
 class PredictionReport(Callback):
-    """Log the predicted and the measured time of a step, once in a training, after 20 optimizer steps or at its end.
+    """Predict the memory and the time of a training step, and log them beside the measured ones.
+
+    Rank 0 predicts them before the processes of a fit communicate, by a dry run of its own layout, which takes some
+    seconds. They are printed then, and logged once in a training, after 20 optimizer steps or at its end. It needs a
+    strategy of this project. With ``strategy="auto_parallel"``, the prediction is that of the plan, and the callback is
+    there without being asked for.
 
     =========================== ==========================================================
     metric                      meaning
@@ -36,14 +50,43 @@ class PredictionReport(Callback):
     ``memory/peak_of_model_mib``.
 
     Args:
-        planned: The prediction, with a time.
+        profile: File with measured figures of the machines, from ``lightning-dist doctor --write``. None: operations
+            are measured on the device of rank 0, and the speed of links is assumed.
+        planned: A prediction that was made already; None: it is made when a fit begins.
+
+    Raises:
+        ValueError: If the file of ``profile`` is none.
+        OSError: If it cannot be read.
     """
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, profile: str | None = None, planned: Planned | None = None) -> None:
+        self._profile = None if profile is None else MachineProfile.read(profile)
         self._planned = planned
         self._ends: list[float] = []
         self._num_steps = 0
         self._is_done = False
+
+    def before_processes(self, trainer: Trainer) -> None:
+        """Predict what the run of ``trainer`` needs, on rank 0, and print it. If this fails, a warning says why."""
+        strategy = trainer.strategy
+        is_first = trainer.node_rank == 0 and trainer.local_rank == 0
+        if self._planned is not None or trainer.state.fn != TrainerFn.FITTING or not is_first:
+            return
+        assert isinstance(strategy, MeshStrategy)  # Nothing else calls this method.
+        try:
+            planned = self._predict(strategy)
+        except Exception as error:
+            planned = Planned(_layout_of(strategy), why_not=f"{type(error).__name__}: {error}")
+        if planned.peak is None:
+            warnings.warn(f"PredictionReport: this run cannot be predicted: {planned.why_not}", stacklevel=2)
+            return
+        self._planned = planned
+        rank_zero_info(_table(planned))
+
+    def _predict(self, strategy: MeshStrategy) -> Planned:
+        backend = "gloo" if strategy.root_device.type == "cpu" else "nccl"
+        where = find_where(strategy.num_processes, backend, None, self._profile)
+        return predict(Trained.of(strategy, strategy.arguments), _layout_of(strategy), backend, where)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,15 +111,46 @@ class PredictionReport(Callback):
         self._is_done = True
         ends = self._ends[_FIRST - 2 :]
         seconds = [end - begin for begin, end in pairwise(ends)]
-        time = self._planned.time
-        if len(seconds) < _FEWEST or time is None:
+        planned = self._planned
+        if len(seconds) < _FEWEST or planned is None or planned.time is None:
             return
+        time = planned.time
         measured = median(seconds)
         metrics = {
             "plan/step_ms": 1e3 * measured,
             "plan/step_ms_predicted": 1e3 * time.total,
             "plan/step_ms_error": time.total / measured - 1,
-            "plan/peak_mib_predicted": (self._planned.peak or 0) / 2**20,
+            "plan/peak_mib_predicted": (planned.peak or 0) / 2**20,
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
+
+
+def _layout_of(strategy: MeshStrategy) -> Layout:
+    layout = strategy.layout
+    sizes = {axis: layout.sizes[axis] for axis in Layout().sizes}
+    return Layout(**sizes, options=(("ep_size", layout.ep),) if layout.ep > 1 else ())
+
+
+def _table(planned: Planned) -> str:
+    """Return what is predicted for a rank, as text."""
+    peak, resident = (planned.peak or 0) / 2**20, (planned.resident or 0) / 2**20
+    lines = [
+        "prediction for a rank, by a dry run",
+        f"  tensors between two steps       {resident:>11,.1f} MiB",
+        f"  more of them within a step      {peak - resident:>11,.1f} MiB: activations, gradients and communication",
+        f"  peak                            {peak:>11,.1f} MiB",
+    ]
+    if time := planned.time:
+        sending = sum(time.communication.values())
+        parts = {
+            "compute": time.compute,
+            "sending": sending,
+            "pipeline bubble": time.bubble,
+            "optimizer": time.optimizer,
+            "host": time.host,
+        }
+        shown = ", ".join(f"{name} {1e3 * seconds:,.1f}" for name, seconds in parts.items() if seconds)
+        lines.append(f"  time of a step                  {1e3 * time.total:>11,.1f} ms: {shown}")
+        lines.append(f"  devices and links: {time.source}")
+    return "\n".join(lines)

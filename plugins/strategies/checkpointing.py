@@ -7,8 +7,9 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -59,6 +60,27 @@ class CheckpointOptions:
         if self.verify not in ("full", "size", "off"):
             raise ValueError(f"checkpoint.verify={self.verify!r} must be 'full', 'size' or 'off'.")
         Retention(self.keep_last, self.keep_every_n_steps)
+
+    @classmethod
+    def of(cls, given: CheckpointOptions | Mapping[str, Any] | None) -> CheckpointOptions:
+        """Return the options that a strategy was given, which may be a dictionary of them.
+
+        Args:
+            given: The options, or a dictionary of some of them; None: the defaults.
+
+        Raises:
+            TypeError: If the dictionary has an unknown option, or ``given`` is of another type.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise TypeError(f"checkpoint={given!r}: give CheckpointOptions, or a dictionary of {', '.join(names)}.")
+        for name in given.keys() - set(names):
+            near = get_close_matches(name, names, 1, 0.4)
+            meant = f" did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"checkpoint={dict(given)!r} has no option {name!r};{meant} It has {', '.join(names)}.")
+        return cls(**given)
 
 
 def optimizer_state(optimizer: Optimizer, module: LightningModule) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -38,7 +39,7 @@ from lightning_dist.model.deferred_init import deferred_init
 from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.parallelize import ParallelConfig, options_from
 from lightning_dist.plugins import _compat
-from lightning_dist.plugins.callbacks import FaultTolerance
+from lightning_dist.plugins.callbacks import BeforeProcesses, FaultTolerance
 from lightning_dist.plugins.precision import MeshPrecision, agree_on_overflows, check_reduce_dtype, precision_policy
 from lightning_dist.plugins.strategies.arguments import (
     Argument,
@@ -122,7 +123,7 @@ class MeshStrategy(ProcessStrategy):
             that a loader with ``shuffle=False``, or with a sampler of the user's own, gives the batches that one
             process would see. False: training loaders are shuffled whatever their sampler is, as Lightning does.
         checkpoint: Options for saving and loading checkpoints: the arguments of
-            :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
+            :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`, or a dictionary of them.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
         timeout: The time for which ranks wait for each other in a collective; None: torch's default.
         options: Arguments of techniques, such as ``tiled_mlp``, which the options in
@@ -161,7 +162,7 @@ class MeshStrategy(ProcessStrategy):
         self._reduce_dtype = reduce_dtype
         self._batch_options = BatchOptions(global_batch_size, uneven_batches, keep_data_order)
         self._owners = OptimizerOwners(check_optimizer_step(optimizer_step))
-        checkpoint_options = checkpoint or CheckpointOptions()
+        checkpoint_options = CheckpointOptions.of(checkpoint)
         self._checkpoints = Checkpoints(checkpoint_options, timeout)
         self._run_checkpoints = RunCheckpoints(self, checkpoint_options, self._checkpoints, self._owners)
         self.resumes_from: Any = None
@@ -214,6 +215,17 @@ class MeshStrategy(ProcessStrategy):
     def config(self) -> ParallelConfig:
         """Return the options of all techniques."""
         return self._config
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor's arguments that change what a step computes and keeps, besides the mesh's sizes."""
+        return {
+            "units": self._config.units,
+            "reduce_dtype": self._reduce_dtype,
+            "optimizer_step": self._owners.where,
+            **asdict(self._batch_options),
+            **self._config.arguments,
+        }
 
     @property
     def layout(self) -> ParallelLayout:
@@ -307,6 +319,9 @@ class MeshStrategy(ProcessStrategy):
         for options in self._config.arguments.options:
             self._process_group_backend = options.backend(self._process_group_backend, self.root_device)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        for callback in list(callbacks):
+            if isinstance(callback, BeforeProcesses):
+                callback.before_processes(self.trainer)
         if any(isinstance(callback, FaultTolerance) and callback.hang_timeout for callback in callbacks):
             record_collectives()
         super().setup_environment()

@@ -29,7 +29,7 @@ def expected(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "scenarios",
-    [["killed_rank", "too_few"], pytest.param(["train_function"], marks=pytest.mark.thorough)],
+    [["killed_rank"], pytest.param(["train_function"], marks=pytest.mark.thorough)],
     ids="-".join,
 )
 def test_scenarios(expected: Path, scenarios: list[str]) -> None:

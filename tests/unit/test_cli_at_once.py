@@ -155,6 +155,7 @@ def test_with_another_version_of_lightning_the_parser_is_asked(
         (["doctor", "--help"], 0, "--checkpoint-folder"),
         (["sync", "--help"], 0, "--tracking-uri"),
         (["launch", "--help"], 0, "--max-restarts"),
+        (["new", "--help"], 0, "must not exist, or be empty"),
         (["checkpoint", "--help"], 0, "consolidate"),
         (["fti"], 2, "did you mean 'fit'?"),
         (["fit", "--trainer.max_stepz=3"], 2, "did you mean '--trainer.max_steps'?"),

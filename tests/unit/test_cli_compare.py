@@ -78,6 +78,7 @@ class _Store:
                 "memory/peak_mib": [(10, 1, 400)],
                 "comm/dp_shard_mib_per_step": [(10, 1, 12.0), (20, 8, 14.0)],
                 "checkpoint/stall_ms": [(15, 4, 30), (30, 9, 50)],
+                "perf/peak_tflops": [(10, 1, 0.5), (30, 9, 0.5)],
                 "perf/mfu": [(10, 1, 0.25), (30, 9, 0.35)],
             },
             started=100,
@@ -464,3 +465,25 @@ def test_help_has_examples_and_exit_codes(capsys: Capture) -> None:
     text = capsys.readouterr().out
     assert "lightning-dist compare --target val/loss=1.85" in text
     assert "exit codes: 0 compared, 2 bad input" in text
+
+
+@pytest.mark.parametrize(("other", "is_left_out"), [(0.502, False), (0.06, True)])
+def test_utilizations_that_are_relative_to_different_peaks_are_left_out(
+    mlflow_folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, other: float, is_left_out: bool
+) -> None:
+    monkeypatch.chdir(mlflow_folder)
+    monkeypatch.setenv("COLUMNS", "180")
+    uri = f"sqlite:///{mlflow_folder / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    for name, mfu, peak in (("one", 0.3, 0.5), ("two", 0.03, other)):
+        metrics = {"perf/mfu": [(10, 1, mfu)], "perf/peak_tflops": [(10, 1, peak)], "val/loss": [(10, 1, 1.0)]}
+        log_run(MlflowClient(uri), "gpt", name, {"dist.strategy": name}, metrics)
+    assert main(["compare", "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    rows = {row["metric"] for row in compared["rows"]}
+    assert ("perf/mfu" in rows) is not is_left_out
+    assert ("perf/peak_tflops" in rows) is is_left_out
+    assert bool(compared["notes"]) is is_left_out
+    assert main(["compare"]) == 0
+    assert ("perf/mfu is left out" in capsys.readouterr().out) is is_left_out
+    assert ("perf/mfu is left out" in (mlflow_folder / "compare.html").read_text()) is is_left_out

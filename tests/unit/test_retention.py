@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
-from lightning_dist import CheckpointOptions
+from lightning_dist import CheckpointOptions, FullShardStrategy
 from lightning_dist.plugins.strategies.retention import Retention
 
 
@@ -64,3 +67,22 @@ def test_checkpoints_from_before_a_resume_count() -> None:
 def test_options_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"checkpoint.{name}=0 must be at least 1"):
         CheckpointOptions(**{name: 0})
+
+
+def test_options_may_be_a_dictionary() -> None:
+    assert CheckpointOptions.of({"asynchronous": False}) == CheckpointOptions(asynchronous=False)
+    assert CheckpointOptions.of(None) == CheckpointOptions()
+    assert FullShardStrategy(checkpoint={"verify": "size"}) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"async": True}, "checkpoint={'async': True} has no option 'async'; did you mean 'asynchronous'? It has"),
+        ({"zzz": 1}, "has no option 'zzz'; It has asynchronous, verify"),
+        (True, "checkpoint=True: give CheckpointOptions, or a dictionary of asynchronous, verify"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(text)):
+        FullShardStrategy(checkpoint=given)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import socket
+from datetime import date
 from functools import cache
+from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Peak", "known_peak", "measured_peak", "peak_of"]
+__all__ = ["Peak", "cache_folder", "known_peak", "measured_peak", "peak_of"]
 
 _TERA = 1e12
 
@@ -44,8 +50,9 @@ class Peak(NamedTuple):
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """Return the peak of ``device`` for matrix products in ``dtype``.
 
-    The peak of a device that is in no data sheet known here, such as a CPU, is measured once, which takes less than a
-    second. If other processes use the same cores at that time, it is what is left to this process.
+    The peak of a device that is in no data sheet known here, such as a CPU, is measured once on a machine, which takes
+    less than a second, and kept in a file for later runs, so that their utilizations can be compared (see
+    :func:`cache_folder`). Processes that need it at the same time wait for the first of them.
 
     Args:
         device: A device of this process.
@@ -53,7 +60,47 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     known = known_peak(name, dtype, torch.get_float32_matmul_precision() != "highest")
-    return measured_peak(device, dtype) if known is None else known
+    return _kept_peak(device, dtype, name) if known is None else known
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept between runs of this user, which may be deleted at any time.
+
+    It is that of the environment variable ``LIGHTNING_DIST_CACHE``, or ``lightning-dist`` in ``XDG_CACHE_HOME``, which
+    by default is ``~/.cache``.
+    """
+    given = os.environ.get("LIGHTNING_DIST_CACHE")
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "lightning-dist"))
+
+
+def _kept_peak(device: torch.device, dtype: torch.dtype, name: str) -> Peak:
+    """Return the peak that an earlier process of this machine has measured, or measure and keep it."""
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    key = f"{socket.gethostname()}: {name}{threads}, {dtype}, torch {torch.__version__}"
+    path = cache_folder() / "peaks.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = _read(path)
+            if key not in kept:
+                measured = measured_peak(device, dtype)
+                kept[key] = [measured.flops_per_s, f"{measured.source} on {date.today()}, kept in {path}"]
+                part = path.with_suffix(".part")
+                part.write_text(json.dumps(kept, indent=1))
+                part.replace(path)
+            flops_per_s, source = kept[key]
+            return Peak(float(flops_per_s), str(source))
+    except (OSError, TypeError, ValueError):  # Without a place for it, or with a damaged file, it is not kept.
+        return measured_peak(device, dtype)
+
+
+def _read(path: Path) -> dict[str, list[float | str]]:
+    try:
+        kept = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def known_peak(name: str, dtype: torch.dtype, allows_tf32: bool) -> Peak | None:
@@ -79,9 +126,10 @@ def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = N
     Args:
         device: A device of this process.
         dtype: Floating-point dtype in which products are computed.
-        size: Number of rows and columns; None: 1024 on CPUs, and 8192 on accelerators.
+        size: Number of rows and columns; None: 512 on CPUs, where the fastest of many short products is hardly
+            slower beside other processes, and 8192 on accelerators.
     """
-    size = size or (1024 if device.type == "cpu" else 8192)
+    size = size or (512 if device.type == "cpu" else 8192)
     with torch.no_grad():
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         product = left @ right

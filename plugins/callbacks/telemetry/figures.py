@@ -85,6 +85,7 @@ def summarize(ranks: Sequence[RankFigures], num_steps: int, num_replicas: int) -
     if peak > 0:  # It is NaN if operations could not be counted.
         metrics["perf/mfu"] = sum(rank.model_tflop for rank in ranks) / peak
         metrics["perf/hfu"] = sum(rank.hardware_tflop for rank in ranks) / peak
+        metrics["perf/peak_tflops"] = fmean(rank.peak_tflops for rank in ranks)
     if not any(math.isnan(rank.waits) for rank in ranks):
         metrics |= _compare(ranks, num_steps)
     if 1 < len(ranks) <= _MAX_RANKS_LISTED:

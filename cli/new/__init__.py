@@ -1,0 +1,1 @@
+"""Write a small project to begin with."""
