@@ -14,8 +14,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,11 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 __all__ = ["Nodes", "run_nodes", "start_folders"]
 
 _SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_BETWEEN_SIZES = 5.0
-"""How often Ray looks whether the cluster has grown."""
+_SECONDS_BETWEEN_SIZES = 2.0
+"""How often Ray looks whether the run could use more nodes."""
+
+_SECONDS_BETWEEN_NODES = 1.0
+"""How often this process looks whether nodes were added."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Nodes:
         while (there := self.num_there()) < self.smallest:
             if time.monotonic() >= end:
                 total = int(ray.cluster_resources().get(self.kind, 0))
-                nodes = f"{_num_alive()} node{'s' * (_num_alive() != 1)}"
+                nodes = f"{len(_alive())} node{'s' * (len(_alive()) != 1)}"
                 raise ValueError(
                     f"the run needs {self.smallest} x {self.num_devices} {self.kind}s, and the Ray cluster has room for"
                     f" {there} x {self.num_devices}: {total} {self.kind}s on {nodes}. Add nodes that have"
@@ -131,10 +136,35 @@ def run_nodes(
         ),
     )
     try:
-        trainer.fit()
+        with nullcontext() if is_fixed else _noticing_nodes():
+            trainer.fit()
     finally:
         (logs / "stop").unlink(missing_ok=True)
     return start_folders(logs)[-1]
+
+
+@contextmanager
+def _noticing_nodes() -> Iterator[None]:
+    """Let Ray notice at once in this context that nodes were added, for which it looks every 20 seconds by itself."""
+    has_ended = threading.Event()
+    thread = threading.Thread(target=_notice_nodes, args=(has_ended,), name="nodes of the cluster", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def _notice_nodes(has_ended: threading.Event) -> None:
+    known = _alive()
+    while not has_ended.wait(_SECONDS_BETWEEN_NODES):
+        with suppress(Exception):  # The cluster may be going away. Other versions of Ray still look by themselves.
+            alive = _alive()
+            if alive - known:
+                coordinator = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
+                ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)
+            known = alive
 
 
 def start_folders(logs: Path) -> list[Path]:
@@ -210,5 +240,6 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _num_alive() -> int:
-    return sum(node["Alive"] for node in ray.nodes())
+def _alive() -> set[str]:
+    """Return the names of the nodes of the cluster that are alive."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
