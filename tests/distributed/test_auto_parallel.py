@@ -24,6 +24,10 @@ from tests.pool import RankFailed, WorkerPool
 
 BATCH = 8
 TIMEOUT = timedelta(minutes=2)
+PLANNING_S = 400.0
+"""Seconds that a run may take which plans first: a plan has a dry run of each layout, of seconds of processor time."""
+
+pytestmark = pytest.mark.timeout(1000)
 
 
 def gpt() -> pl.LightningModule:
@@ -72,13 +76,15 @@ def test_the_chosen_layout_trains_as_one_process_and_resumes_on_other_ranks(
     pool: WorkerPool, model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (alone,) = pool.run(train, 1, model, 4, None, None)
-    first = pool.run(train, 2, model, 2, str(tmp_path), None, cp_size=1, pp_size=1)
+    first = pool.run(train, 2, model, 2, str(tmp_path), None, timeout_s=PLANNING_S, cp_size=1, pp_size=1)
     settings = read_manifest(str(tmp_path / "saved.ckpt")).about["settings"]
     assert settings["planned_layout"] == first[0].settings["planned_layout"]
     assert settings["planned_peak_mib"] > 0
     assert settings["planned_step_ms"] > 0
     ckpt_path = str(tmp_path / "saved.ckpt")
-    resumed = pool.run(train, 4, model, 4, None, ckpt_path, tp_size=2, cp_size=1, pp_size=1, objective="memory")
+    resumed = pool.run(
+        train, 4, model, 4, None, ckpt_path, timeout_s=PLANNING_S, tp_size=2, cp_size=1, pp_size=1, objective="memory"
+    )
     assert resumed[0].layout["tp"] == resumed[0].layout["dp_shard"] == 2
     assert all(one.layout == resumed[0].layout for one in resumed)
     # Norms of Hugging Face's Llama compute in float32.
@@ -88,7 +94,7 @@ def test_the_chosen_layout_trains_as_one_process_and_resumes_on_other_ranks(
 @pytest.mark.thorough
 def test_a_memory_that_no_layout_fits_is_refused_on_all_ranks(pool: WorkerPool) -> None:
     with pytest.raises(RankFailed) as failed:
-        pool.run(train, 2, "gpt", 2, None, None, memory="0.1MiB", pp_size=1, tp_size=1, cp_size=1)
+        pool.run(train, 2, "gpt", 2, None, None, timeout_s=PLANNING_S, memory="0.1MiB", pp_size=1, tp_size=1, cp_size=1)
     for text in failed.value.errors.values():
         assert "no layout needs at most 90% of 0.1 MiB. The closest is dp_shard 2 with activation_" in text
     assert len(failed.value.errors) == 2
@@ -106,7 +112,7 @@ def test_with_little_memory_it_trains_where_full_shard_does_not(pool: WorkerPool
     limit = 900 * 2**20
     texts = pool.run(limited, 2, limit, None)
     assert any("emory" in text for text in texts), texts
-    assert pool.run(limited, 2, limit, "700MiB") == ["trained", "trained"]
+    assert pool.run(limited, 2, limit, "700MiB", timeout_s=PLANNING_S) == ["trained", "trained"]
 
 
 def limited(limit: int, memory: str | None) -> str:
