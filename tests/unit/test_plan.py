@@ -19,9 +19,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_dist.cli import main
 from lightning_dist.plugins.planning import Layout, Planned, layouts_of
-from lightning_dist.plugins.planning.auto_parallel import _Trained
 from lightning_dist.plugins.planning.forked import in_fork
 from lightning_dist.plugins.planning.memory_of import parse_memory
+from lightning_dist.plugins.planning.trained import Trained
 
 FLAGS = [
     "--model=tests.unit.test_cli_fit.Net",
@@ -155,7 +155,7 @@ def test_a_process_that_waits_for_a_lock_of_another_thread_is_not_waited_for(mon
 def test_what_is_trained_is_pickled_without_its_trainer() -> None:
     module = BoringModel()
     module._trainer = threading.Lock()  # type: ignore[assignment]
-    trained = _Trained(module, None, {}, {})
+    trained = Trained(module, None, {}, {})
     copied = pickle.loads(pickle.dumps(trained)).module
     assert copied._trainer is None
     assert module._trainer is not None
