@@ -84,7 +84,7 @@ class Comparison:
         self.scaling = scaling_of(self.runs) if grouped_by == WORLD_SIZE else None
         """How the throughput grows with the number of processes; None: columns are not grouped by it, or it does not
         vary."""
-        self.notes = [_DIFFERENT_PEAKS] if _have_different_peaks(self.runs) else []
+        self.notes = [_DIFFERENT_PEAKS] if PEAK in self.metrics else []
         """Sentences about what cannot be compared."""
         scaling_rows = [] if self.scaling is None else [_scaling_row(columns, self.scaling)]
         self.rows = [*_target_rows(columns, target), *scaling_rows, *_metric_rows(columns, self.metrics)]

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     options, words = parser.parse_known_args()
+    words = [word for word in words if word != "--"]
     folder = os.getcwd()
     num_cpus = 1 + (options.devices if options.accelerator == "cpu" else 0)
     ray.init(num_cpus=max(os.cpu_count() or 1, num_cpus), log_to_driver=False)

@@ -157,11 +157,11 @@ def _noticing_nodes() -> Iterator[None]:
 
 
 def _notice_nodes(has_ended: threading.Event) -> None:
-    known = _alive()
+    known: set[str] = set()
     while not has_ended.wait(_SECONDS_BETWEEN_NODES):
         with suppress(Exception):  # The cluster may be going away. Other versions of Ray still look by themselves.
             alive = _alive()
-            if alive - known:
+            if known and alive - known:
                 coordinator = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
                 ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)
             known = alive

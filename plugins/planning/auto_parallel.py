@@ -63,6 +63,7 @@ class AutoParallelStrategy(NDParallelStrategy):
     """
 
     strategy_name = "auto_parallel"
+    chooses_layout = True
     offers = frozenset({"pp", "dp_replicate", "dp_shard", "tp", "cp", "ep"})
 
     def __init__(
@@ -144,8 +145,12 @@ class AutoParallelStrategy(NDParallelStrategy):
         if self._dry_run:
             raise SystemExit(0)
         self._chosen = chosen
-        # Checkpoint callbacks stay behind it.
-        self.trainer.callbacks.insert(0, PredictionReport(planned=chosen))  # type: ignore[attr-defined]
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, PredictionReport) for callback in callbacks):
+            callbacks.insert(0, PredictionReport())  # Checkpoint callbacks stay behind it.
+        for callback in callbacks:
+            if isinstance(callback, PredictionReport):
+                callback.use(chosen)
         layout = chosen.layout
         self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **layout.sizes, ep=self.layout.ep)
         if layout.options:

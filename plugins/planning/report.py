@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -61,18 +62,38 @@ class PredictionReport(Callback):
 
     def __init__(self, profile: str | None = None, planned: Planned | None = None) -> None:
         self._profile = None if profile is None else MachineProfile.read(profile)
+        self._given = planned
         self._planned = planned
         self._ends: list[float] = []
         self._num_steps = 0
         self._is_done = False
 
+    def use(self, planned: Planned) -> None:
+        """Take the prediction of a plan, and make none."""
+        self._given = self._planned = planned
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies that do not call :meth:`before_processes`.
+
+        Raises:
+            MisconfigurationException: If the strategy is none of this project.
+        """
+        if not isinstance(trainer.strategy, MeshStrategy):
+            raise MisconfigurationException(
+                f"PredictionReport with {type(trainer.strategy).__name__}: it predicts runs of strategies of this"
+                " project, such as strategy='data_parallel'. Use one of them, or leave the callback out."
+            )
+
     def before_processes(self, trainer: Trainer) -> None:
         """Predict what the run of ``trainer`` needs, on rank 0, and print it. If this fails, a warning says why."""
         strategy = trainer.strategy
+        self._planned = self._given  # The last fit may have had another strategy.
         is_first = trainer.node_rank == 0 and trainer.local_rank == 0
         if self._planned is not None or trainer.state.fn != TrainerFn.FITTING or not is_first:
             return
-        assert isinstance(strategy, MeshStrategy)  # Nothing else calls this method.
+        if not isinstance(strategy, MeshStrategy) or strategy.chooses_layout:  # The plan gives its prediction later.
+            return
         try:
             planned = self._predict(strategy)
         except Exception as error:

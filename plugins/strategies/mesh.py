@@ -139,6 +139,9 @@ class MeshStrategy(ProcessStrategy):
     offers: ClassVar[frozenset[str]] = frozenset()
     """The axes whose sizes the strategy chooses, and other features; some arguments of techniques need them."""
 
+    chooses_layout: ClassVar[bool] = False
+    """Whether the layout is known only after :meth:`settle_layout`."""
+
     _written: ClassVar[dict[str, Argument]] = {}
     """The arguments that the constructors of the class and its bases name."""
 

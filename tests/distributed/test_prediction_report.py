@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from examples.gpt.model import GPTModule
@@ -130,3 +133,9 @@ def test_a_run_that_cannot_be_predicted_trains(pool: WorkerPool) -> None:
     expected = "PredictionReport: this run cannot be predicted: This module trains where it was made."
     assert expected in caught, caught
     assert not any(name.startswith("plan/") for name in metrics)
+
+
+def test_a_strategy_of_lightning_is_refused() -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[PredictionReport()])
+    with pytest.raises(MisconfigurationException, match="PredictionReport with SingleDeviceStrategy"):
+        trainer.fit(BoringModel())

@@ -76,8 +76,8 @@ def cache_folder() -> Path:
 def _kept_peak(device: torch.device, dtype: torch.dtype, name: str) -> Peak:
     """Return the peak that an earlier process of this machine has measured, or measure and keep it."""
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    key = f"{socket.gethostname()}: {name}{threads}, {dtype}, torch {torch.__version__}"
-    path = cache_folder() / "peaks.json"
+    key = f"{name}{threads}, {dtype}, torch {torch.__version__}"
+    path = cache_folder() / f"peaks-{socket.gethostname()}.json"  # Nodes that share the folder need not wait in turn.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
