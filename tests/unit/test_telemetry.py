@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.callbacks.telemetry import step_telemetry
-from lightning_dist.run.telemetry import BatchSize, StepMeter, StepTimer, Stopwatch, batch_size, peak_memory_mib
+from lightning_dist.run.telemetry import (
+    BatchSize,
+    StepMeter,
+    StepTimer,
+    Stopwatch,
+    batch_size,
+    memory,
+    peak_memory_mib,
+)
 
 
 class Clock:
@@ -62,7 +70,9 @@ def test_samples_and_tokens_of_a_batch_are_counted(batch: Any, expected: BatchSi
     assert batch_size(batch) == expected
 
 
-def test_peak_memory_is_the_peak_of_the_resident_set() -> None:
+def test_peak_memory_is_the_peak_of_the_resident_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A test that ran before in this process may have begun a new peak, and the old one, which is kept, may be higher.
+    monkeypatch.setattr(memory, "_highest_before_reset", 0.0)
     before = peak_memory_mib(torch.device("cpu"))
     size = 64 * 2**20
     kept = ctypes.create_string_buffer(size)
@@ -72,6 +82,14 @@ def test_peak_memory_is_the_peak_of_the_resident_set() -> None:
     after = peak_memory_mib(torch.device("cpu"))
     assert after == pytest.approx(kernel_peak, abs=8)
     assert after >= before
+
+
+def test_a_new_peak_keeps_the_old_one() -> None:
+    device = torch.device("cpu")
+    before = peak_memory_mib(device)
+    memory.reset_peak(device)
+    assert memory.peak_bytes_since(device) > 0
+    assert peak_memory_mib(device) >= before
 
 
 def test_step_timer_leaves_out_pauses_and_synchronizes_only_at_pauses_and_resumes() -> None:
