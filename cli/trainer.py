@@ -12,6 +12,7 @@ from pickle import UnpicklingError
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, LearningRateMonitor, ProgressBar
@@ -21,7 +22,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.cli._compat import CommandLine, active_parser, install_print_config_action, install_strategy_actions
+from lightning_dist.cli._compat import (
+    CommandLine,
+    active_parser,
+    install_print_config_action,
+    install_strategy_actions,
+    parameters_of,
+)
 from lightning_dist.cli.errors import (
     BAD_CONFIGURATION,
     SHOW_TRACEBACK,
@@ -195,7 +202,11 @@ class TrainerCommand(CommandLine):
             raise ValueError(f"ckpt_path={path!r} is not a checkpoint of Lightning: it was not written by torch.save.")
         given = self.config[self.config.subcommand].get("model")
         try:
-            super().read_checkpoint_hparams(path)
+            saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True).get("hyper_parameters") or {}
+            if "_class_path" in saved:
+                super().read_checkpoint_hparams(path)
+            elif saved:
+                self._take_hparams_of_script(path, saved)
         except UnpicklingError as error:
             if self.config[self.config.subcommand].get("weights_only") is not False:
                 raise ValueError(
@@ -208,6 +219,27 @@ class TrainerCommand(CommandLine):
         restored = self.config[self.config.subcommand].get("model")
         if given is not None and restored != given:
             rank_zero_warn(f"The model's hyperparameters are those of {path}, not those given: {restored.init_args}")
+
+    def _take_hparams_of_script(self, path: str, saved: dict[str, Any]) -> None:
+        """Give the model the hyperparameters that a script has saved, in which its class is not named.
+
+        Args:
+            path: Path of the checkpoint.
+            saved: The hyperparameters. Those that the model's class does not take are left out.
+
+        Raises:
+            ValueError: If no model is given.
+        """
+        command = self.config.subcommand
+        class_path = (self.config[command].get("model") or {}).get("class_path")
+        if class_path is None:
+            raise ValueError(
+                f"ckpt_path={path!r} was saved by a script, and does not name the class of its model. Give it by"
+                " --model=CLASS, or in a configuration."
+            )
+        taken = {name: value for name, value in saved.items() if name in parameters_of(class_path)}
+        model = {"class_path": class_path, "init_args": taken}
+        self.config = self.parser.parse_object({command: {"model": model}}, self.config)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -62,8 +62,8 @@ class MLflowLogger(MLFlowLogger):
 
     Args:
         experiment_name: Name of the experiment, which is created if it does not exist.
-        run_name: Name of a new run; None: its strategy and layout, such as ``hybrid_shard 2x4``, or that it failed
-            before they were known.
+        run_name: Name of a new run; None: its strategy, layout and what differs from their defaults, such as
+            ``hybrid_shard 2x4 bf16-mixed``, or that it failed before they were known.
         tracking_uri: URI of the store: by default the environment variable ``MLFLOW_TRACKING_URI``, else
             ``sqlite:///mlflow.db`` in the working directory.
         tags: Tags to set on the run, in addition to those for versions and the git commit, which a new run gets.

@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -15,6 +16,8 @@ from lightning_dist.plugins.loggers.dataset_digest import describe_dataset
 
 _DISTRIBUTIONS = ("lightning-dist", "torch", "lightning", "mlflow")
 _GIT_TIMEOUT_S = 5
+_MAX_VARIATIONS = 4
+"""The largest number of arguments in the name of a run."""
 
 
 def versions() -> dict[str, str]:
@@ -97,8 +100,11 @@ def evaluation(trainer: Trainer) -> str | None:
 
 
 def run_name(trainer: Trainer) -> str:
-    """Return the strategy and the sizes of its layout, such as ``hybrid_shard 2x4``, and what is not a training."""
-    return " ".join(filter(None, (_spread_name(trainer), evaluation(trainer))))
+    """Return the strategy, its sizes and what differs from its defaults, and what is not a training.
+
+    Examples are ``hybrid_shard 2x4`` and ``full_shard 4 bf16-mixed zero_stage=1``.
+    """
+    return " ".join(filter(None, (_spread_name(trainer), *_variations(trainer), evaluation(trainer))))
 
 
 def _spread_name(trainer: Trainer) -> str:
@@ -111,6 +117,22 @@ def _spread_name(trainer: Trainer) -> str:
     if name in ("nd_parallel", "auto_parallel"):
         return " ".join([name, *(f"{axis}{size}" for axis, size in sizes.items())]) + experts
     return f"{name} {'x'.join(map(str, sizes.values())) or 1}{experts}"
+
+
+def _variations(trainer: Trainer) -> Iterator[str]:
+    """Yield what tells runs of one strategy and layout apart: the precision, and the arguments of techniques."""
+    precision = getattr(trainer, "precision", None)
+    if precision not in (None, "32-true"):
+        yield str(precision)
+    config = getattr(trainer.strategy, "config", None)
+    given = {} if config is None else {k: v for one in config.arguments.options for k, v in one.given().items()}
+    for name, value in list(given.items())[:_MAX_VARIATIONS]:
+        if value is True:
+            yield name
+        elif isinstance(value, int | str):
+            yield f"{name}={value}"
+        else:  # Compressors and methods of synchronization have short names of their own.
+            yield name if type(value).__str__ is object.__str__ else str(value)
 
 
 def data_of(trainer: Trainer) -> dict[str, Any]:

@@ -105,7 +105,11 @@ def register_technique(options: type[TechniqueOptions], *, outside_of: type[Tech
 def _hint(arguments: Mapping[str, Any], error: Exception) -> str:
     name = arguments.get("strategy")
     about_devices = hint_about_devices(arguments.get("devices"), error)
-    return about_devices or (other_names.hint(name) if isinstance(name, str) else "")
+    if about_devices or not isinstance(name, str):
+        return about_devices
+    known = {one: StrategyRegistry[one]["strategy"] for one in StrategyRegistry.available_strategies()}
+    own = [one for one, strategy in known.items() if issubclass(strategy, MeshStrategy)]
+    return other_names.hint(name, [] if name in known else own)
 
 
 def _resolve_ckpt_path(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:

@@ -289,6 +289,20 @@ def test_resuming_from_a_file_warns_if_its_hyperparameters_override_those_given(
     assert Net.trainers[1].global_step == 6
 
 
+def test_a_fit_goes_on_from_the_checkpoint_of_a_script(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False, barebones=False)
+    trainer.fit(Net(dim=5), Data(dim=5))
+    trainer.save_checkpoint("script.ckpt")
+    saved = torch.load("script.ckpt", weights_only=False)
+    assert saved["hyper_parameters"] == {"dim": 5, "fail_at": -1}
+    saved["hyper_parameters"]["comment"] = "an argument that the class does not take"
+    torch.save(saved, "script.ckpt")
+    with pytest.warns(UserWarning, match="hyperparameters are those of script.ckpt, not those given"):
+        assert command("fit", "--ckpt_path=script.ckpt", "--data.dim=5", max_steps=6) == 0
+    assert Net.trainers[-1].lightning_module.layer.in_features == 5
+    assert Net.trainers[-1].global_step == 6
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -11,12 +11,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from lightning_dist.compression import LocalSGD
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers.dataset_digest import describe_dataset
 from lightning_dist.plugins.loggers.provenance import run_name
 from lightning_dist.plugins.loggers.spool import find_spools
-from lightning_dist.plugins.strategies import FullShardStrategy
+from lightning_dist.plugins.strategies import FullShardStrategy, HybridShardStrategy
 from tests.pool import WorkerPool
 from tests.unit.test_mlflow_logger import client, files, fit, run_of
 
@@ -139,6 +140,25 @@ def test_runs_are_named_by_strategy_and_layout(strategy: str, layout: dict[str, 
     strategy_with_layout = SimpleNamespace(strategy_name=strategy, **layout_of)
     trainer = SimpleNamespace(strategy=strategy_with_layout, state=SimpleNamespace(fn=None), world_size=8)
     assert run_name(trainer) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("precision", "arguments", "expected"),
+    [
+        ("32-true", {}, "hybrid_shard 2x2"),
+        ("bf16-mixed", {"compression": "powersgd"}, "hybrid_shard 2x2 bf16-mixed powersgd"),
+        ("32-true", {"zero_stage": 1, "activation_checkpointing": True}, "hybrid_shard 2x2 zero_stage=1"),
+        ("32-true", {"sync": LocalSGD(4)}, "hybrid_shard 2x2 LocalSGD every 4 steps"),
+        ("32-true", {"tiled_mlp": 2}, "hybrid_shard 2x2 tiled_mlp=2"),
+    ],
+)
+def test_names_of_runs_say_what_differs_from_the_defaults(
+    precision: str, arguments: dict[str, Any], expected: str
+) -> None:
+    strategy = HybridShardStrategy(**arguments)
+    strategy._layout = ParallelLayout(dp_replicate=2, dp_shard=2)
+    trainer = SimpleNamespace(strategy=strategy, state=SimpleNamespace(fn=None), world_size=4, precision=precision)
+    assert run_name(trainer).startswith(expected)  # type: ignore[arg-type]
 
 
 class Fingerprinted(Dataset[int]):

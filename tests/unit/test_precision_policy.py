@@ -94,3 +94,12 @@ def test_a_wrong_dtype_is_refused_when_the_strategy_is_constructed(strategy: str
 def test_the_trainer_names_the_strategy_that_a_name_from_elsewhere_means(name: str, ours: str) -> None:
     with pytest.raises((ValueError, MisconfigurationException), match=f"strategy for this is '{ours}'"):
         pl.Trainer(strategy=name, accelerator="cpu", devices=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("hybird_shard", "Did you mean 'hybrid_shard'? The"), ("quantum", "The strategies of")]
+)
+def test_the_trainer_names_the_strategies_for_a_misspelt_name(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=r"lightning-dist are .*data_parallel, full_shard, hybrid_shard") as error:
+        pl.Trainer(strategy=name, accelerator="cpu", devices=2)
+    assert hint in str(error.value)
