@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links slurm ray faults wheel container gpu clean
+.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links slurm ray faults faults-elastic wheel container gpu clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
@@ -19,6 +19,7 @@ help:
 	@echo "make zoo     80 families of Hugging Face models under five strategies, compared with one process"
 	@echo "make optimizers  more than 100 optimizers under six strategies, compared with one process"
 	@echo "make faults  saves that are killed, damaged and cut off from power, at every point"
+	@echo "make faults-elastic  100 kills of replicas that leave and join a training, each step compared with one process"
 	@echo "make slurm   jobs that a real SLURM on this machine runs, kills, preempts and requeues; needs root"
 	@echo "make ray     runs on Ray clusters on this machine: killed, stopped, grown, and with a lost node"
 	@echo "make bench   step time, start-up and memory against other ways of training"
@@ -94,6 +95,10 @@ behaviour: $(VENV)/installed-dev
 
 faults: $(VENV)/installed-dev
 	$(BIN)/python -m tests.faults
+
+faults-elastic: $(VENV)/installed-dev
+	$(BIN)/python -m tests.elastic --replicas 3 --ranks 1 --kills 100
+	$(BIN)/python -m tests.elastic --replicas 3 --ranks 2 --kills 20
 
 slurm: $(VENV)/installed-dev
 	$(BIN)/python -m tests.launchers.slurm

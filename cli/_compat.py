@@ -5,7 +5,7 @@ The module was tested with jsonargparse 4.53 and lightning 2.6.
 
 import argparse
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from subprocess import Popen
 from typing import Any, Literal, get_args, get_origin
 
@@ -138,6 +138,14 @@ class CommandLine(LightningCLI):
     def read_checkpoint_hparams(self, path: str) -> None:
         """Check the checkpoint path, and read the model's hyperparameters from the checkpoint."""
         super()._parse_ckpt_path()
+
+
+def names_class(hyperparameters: Mapping[str, Any]) -> bool:
+    """Return whether LightningCLI has saved these hyperparameters of a model, and with them the name of its class.
+
+    This could be replaced by a documented key.
+    """
+    return "_class_path" in hyperparameters
 
 
 def active_parser(parser: ArgumentParser, error: Exception | None) -> ArgumentParser:

@@ -27,6 +27,7 @@ from lightning_dist.cli._compat import (
     active_parser,
     install_print_config_action,
     install_strategy_actions,
+    names_class,
     parameters_of,
 )
 from lightning_dist.cli.errors import (
@@ -203,7 +204,7 @@ class TrainerCommand(CommandLine):
         given = self.config[self.config.subcommand].get("model")
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True).get("hyper_parameters") or {}
-            if "_class_path" in saved:
+            if names_class(saved):
                 super().read_checkpoint_hparams(path)
             elif saved:
                 self._take_hparams_of_script(path, saved)

@@ -26,6 +26,7 @@ from lightning_dist.techniques.audit import FirstStepAudit
 from lightning_dist.techniques.compilation import CompileOptions
 from lightning_dist.techniques.compression import CompressionOptions, SyncOptions
 from lightning_dist.techniques.context_parallel import ContextParallelOptions
+from lightning_dist.techniques.elastic import ElasticOptions
 from lightning_dist.techniques.expert_parallel import ExpertOptions, ExpertParallel
 from lightning_dist.techniques.float32_modules import Float32Modules, refuse_other_patterns
 from lightning_dist.techniques.offload import OffloadOptions
@@ -96,6 +97,7 @@ class _Parameters(ShardingOptions):
 OPTIONS: list[type[TechniqueOptions]] = [
     ReplicaOptions,
     _Always,
+    ElasticOptions,
     PipelineOptions,
     SyncOptions,
     CompressionOptions,

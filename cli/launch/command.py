@@ -22,6 +22,7 @@ file, that of rank 0 is printed as well, and after a failure the error of the ra
 _EXAMPLES = """\
 examples:
   lightning-dist launch --devices 8 --max-restarts 3 -- fit -c my.yaml
+  lightning-dist launch --devices 2 --elastic 2:4 --max-restarts 99 -- fit -c my.yaml          (4 replicas)
   lightning-dist launch --on torchrun --nodes 2 --devices 8 --head node1 -- fit -c my.yaml     (on both nodes)
   lightning-dist launch --on slurm --nodes 2 --devices 8 --sbatch partition=gpu --sbatch time=8:00:00 -- fit -c my.yaml
   lightning-dist launch --on ray --nodes 1:4 --devices 8 --max-restarts 9 -- fit -c my.yaml
@@ -58,6 +59,7 @@ def run(arguments: Sequence[str]) -> int:
         head=options.head,
         on_gpu=_on_gpu(options, words),
         min_nodes=options.nodes[0] if len(options.nodes) > 1 else None,
+        elastic=options.elastic,
     )
     mistake = _mistake(options, job) or job.mistake()
     if mistake is not None:
@@ -108,6 +110,18 @@ def make_parser() -> ArgumentParser:
         default="",
         help="the node at which the nodes of a run by torchrun meet; the Ray cluster (that of this machine), or local",
     )
+    parser.add_argument(
+        "--elastic",
+        metavar="MIN:MAX",
+        type=_replicas,
+        help="start MAX replicas with --devices each, which train on without one that fails, with at least MIN of them",
+    )
+    parser.add_argument(
+        "--heartbeat",
+        metavar="S",
+        type=float,
+        help="seconds after which a replica that sends no sign of life is left out (1)",
+    )
     parser.add_argument("--logs", metavar="DIR", help="folder of the output of the ranks (launch/DATE-TIME)")
     parser.add_argument(
         "--sbatch",
@@ -135,6 +149,8 @@ def _mistake(options: argparse.Namespace, job: Job) -> str | None:
     if options.devices is None or options.devices < 1:
         given = "" if options.devices is None else f"={options.devices}"
         return f"--devices{given}: give the number of devices of each node, at least 1."
+    if options.heartbeat is not None and (options.elastic is None or options.heartbeat <= 0):
+        return f"--heartbeat={options.heartbeat:g}: expected a number above 0, beside --elastic."
     for name in sorted({name for launcher in LAUNCHERS.values() for name in launcher.uses}):
         value = getattr(options, name)
         if value and name not in LAUNCHERS[options.on].uses:
@@ -150,6 +166,17 @@ def _nodes(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number, or MIN:MAX")
     return tuple(map(int, text.split(":")))
+
+
+def _replicas(text: str) -> str:
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected MIN:MAX, the numbers of replicas, such as 2:3")
+    if int(match[2]) == 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: one replica has no other that trains on while it is away; give --max-restarts instead"
+        )
+    return text
 
 
 def _on_gpu(options: argparse.Namespace, words: list[str]) -> bool:

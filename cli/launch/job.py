@@ -31,6 +31,7 @@ class Job:
             this node.
         on_gpu: Whether the devices are GPUs.
         min_nodes: The smallest number of nodes that the run continues with; None: ``num_nodes``.
+        elastic: The smallest and the largest number of replicas that leave and join, as ``MIN:MAX``; None: none do.
     """
 
     words: tuple[str, ...]
@@ -41,6 +42,7 @@ class Job:
     head: str = ""
     on_gpu: bool = True
     min_nodes: int | None = None
+    elastic: str | None = None
 
     @property
     def nodes(self) -> str:
@@ -55,7 +57,7 @@ class Job:
     @property
     def resumes(self) -> bool:
         """Return whether the job is a fit that starts from the newest checkpoint of its run."""
-        restarts = self.max_restarts > 0 or self.min_nodes is not None
+        restarts = self.max_restarts > 0 or self.min_nodes is not None or self.elastic is not None
         return self.words[0] == "fit" and restarts and value_of(self.words, "--ckpt_path") is None
 
     def command(self) -> list[str]:

@@ -81,7 +81,7 @@ def _note(folder: Path, code: int) -> None:
     whole.unlink()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Let Linux end this process when its agent is killed, so that it does not keep its device."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -103,5 +103,5 @@ def _run(words: list[str]) -> int:
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with_parent()
+        end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import re
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from lightning_dist.cli.errors import TRAINING_FAILED, print_error
+from lightning_dist.cli.errors import BAD_CONFIGURATION, TRAINING_FAILED, print_error
+from lightning_dist.cli.launch.elastic import ElasticLaunch
+from lightning_dist.cli.launch.elastic import describe as describe_elastic
 from lightning_dist.cli.launch.failure import Failure, attempt_folder, first_error
 from lightning_dist.cli.launch.job import Job, Launcher, python_words
 from lightning_dist.cli.launch.rank import FOLDER, STOPPED, end_of
@@ -157,6 +160,25 @@ def _is_here(host: str) -> bool:
     return not found.isdisjoint(one.address for each in psutil.net_if_addrs().values() for one in each)
 
 
+def _start_local(job: Job, options: argparse.Namespace) -> int:
+    if job.elastic is None:
+        return start(job, options)
+    if importlib.util.find_spec("torchft") is None:
+        print_error(
+            "lightning-dist launch: --elastic needs torchft, which is not installed: pip install"
+            " 'lightning-dist[elastic]'."
+        )
+        return BAD_CONFIGURATION
+    smallest, largest = map(int, job.elastic.split(":"))
+    return ElasticLaunch(job, smallest, largest, options.heartbeat or 1.0).run()
+
+
+def _describe_local(job: Job, options: argparse.Namespace) -> str:
+    if job.elastic is None:
+        return describe(job, options)
+    return describe_elastic(job, job.elastic, options.heartbeat or 1.0)
+
+
 def _mistake_of_local(job: Job, options: argparse.Namespace) -> str | None:
     if job.num_nodes > 1:
         return (
@@ -174,5 +196,5 @@ def _mistake_of_torchrun(job: Job, options: argparse.Namespace) -> str | None:
     return None
 
 
-LOCAL = Launcher(start, describe, _mistake_of_local)
+LOCAL = Launcher(_start_local, _describe_local, _mistake_of_local, uses=("elastic", "heartbeat"))
 TORCHRUN = Launcher(start, describe, _mistake_of_torchrun, uses=("head",))

@@ -20,6 +20,7 @@ The names were checked with Lightning 2.6.
 
 from lightning_dist.plugins._compat.checkpoints import (
     LINK_CHECKPOINT,
+    dump_checkpoint,
     intercept_checkpoint_paths,
     path_after_requeue,
     read_checkpoint_directories,
@@ -128,6 +129,7 @@ __all__ = [
     "compute_alone",
     "compute_gradient_norms_of_shards",
     "described_results",
+    "dump_checkpoint",
     "evaluate_without_inference_mode",
     "explain_strategy_errors",
     "gather_metrics_over",

@@ -18,6 +18,7 @@ from lightning_dist.checkpoint import is_sharded_checkpoint, keep_positions_apar
 
 __all__ = [
     "LINK_CHECKPOINT",
+    "dump_checkpoint",
     "intercept_checkpoint_paths",
     "path_after_requeue",
     "read_checkpoint_directories",
@@ -114,6 +115,14 @@ def intercept_checkpoint_paths(
     connector._parse_ckpt_path = parse  # type: ignore[method-assign]
     connector.resume_start = start  # type: ignore[method-assign]
     connector._restore_modules_and_callbacks = restore  # type: ignore[method-assign]
+
+
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return the checkpoint that ``trainer`` would save now.
+
+    This could be replaced by a public method of the Trainer.
+    """
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 def requeue_signal(trainer: Trainer) -> int | None:

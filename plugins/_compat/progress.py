@@ -11,7 +11,14 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-__all__ = ["TrainingProgress", "count_batches", "leave_finished_epoch", "prepare_resume", "training_progress"]
+__all__ = [
+    "TrainingProgress",
+    "count_batches",
+    "leave_finished_epoch",
+    "leave_out_running_batch",
+    "prepare_resume",
+    "training_progress",
+]
 
 
 @dataclass
@@ -56,6 +63,18 @@ def count_batches(trainer: Trainer, num_batches: int) -> None:
     for count in (progress.total, progress.current):
         for name in ("ready", "started", "processed", "completed"):
             setattr(count, name, getattr(count, name) + change)
+
+
+def leave_out_running_batch(loops: dict[str, Any]) -> None:
+    """Change the saved state of a fit's loops, so that a batch that was only fetched is not counted.
+
+    Args:
+        loops: The ``"loops"`` of the checkpoint dictionary, which are changed in place.
+    """
+    batches = loops["fit_loop"]["epoch_loop.batch_progress"]
+    for name in ("total", "current"):
+        batches[name] = dict.fromkeys(batches[name], batches[name]["processed"])
+    batches["is_last_batch"] = False
 
 
 def prepare_resume(trainer: Trainer, loops: dict[str, Any]) -> None:

@@ -152,7 +152,7 @@ class FaultTolerance(Callback):
             )
             if trainer.validating:
                 _compat.put_training_weights_back(trainer)
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
             wait = getattr(trainer.strategy, "wait_for_checkpoints", None)
             if wait is not None:
                 wait()

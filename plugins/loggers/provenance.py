@@ -132,7 +132,8 @@ def _variations(trainer: Trainer) -> Iterator[str]:
         elif isinstance(value, int | str):
             yield f"{name}={value}"
         else:  # Compressors and methods of synchronization have short names of their own.
-            yield name if type(value).__str__ is object.__str__ else str(value)
+            has_name = any("__str__" in vars(kind) for kind in type(value).__mro__[:-1])
+            yield str(value) if has_name else name
 
 
 def data_of(trainer: Trainer) -> dict[str, Any]:

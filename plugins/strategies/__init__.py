@@ -14,6 +14,7 @@ from lightning_dist.plugins.strategies import other_names, resume_path
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.context_parallel import ContextParallelStrategy
 from lightning_dist.plugins.strategies.data_parallel import DataParallelStrategy
+from lightning_dist.plugins.strategies.elastic_run import RUNNING_REPLICA
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.gpus import hint_about_devices
 from lightning_dist.plugins.strategies.gradients import gradient_norms
@@ -67,7 +68,7 @@ def register() -> None:
                 f" {type(error).__name__}: {error}",
                 stacklevel=2,
             )
-    _compat.intercept_checkpoint_paths(MeshStrategy, _resolve_ckpt_path, resume_path.resume, _restore_when_sharded)
+    _compat.intercept_checkpoint_paths(MeshStrategy, _resolve_ckpt_path, _resume, _restore_when_sharded)
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards(gradient_norms)
     _compat.explain_strategy_errors(_hint)
@@ -117,6 +118,14 @@ def _resolve_ckpt_path(trainer: Trainer, asked: Any, found: Callable[[], Any]) -
     path = resume_path.resolve_ckpt_path(trainer, asked, found)
     trainer.strategy.resumes_from = path
     return path
+
+
+def _resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
+    assert isinstance(trainer.strategy, MeshStrategy)
+    if trainer.strategy.elastic.joins_others:  # Their state is newer than that of any checkpoint.
+        load(RUNNING_REPLICA)
+    else:
+        resume_path.resume(trainer, path, load)
 
 
 def _restore_when_sharded(trainer: Trainer, restore: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.mesh.layout import REMAINING
+from lightning_dist.mesh.membership import ReplicaRange
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = ["HybridShardStrategy"]
@@ -48,7 +49,8 @@ class HybridShardStrategy(MeshStrategy):
         replicate, shard = self._dp_replicate_size, self._dp_shard_size
         ep = 1 if self._ep_size is None else self._ep_size
         if replicate is None and shard is None:
-            if self.num_nodes == 1 and self.num_processes > 1:
+            is_elastic = ReplicaRange.asked(self.config.arguments["elastic"]) is not None  # The others are other jobs.
+            if self.num_nodes == 1 and self.num_processes > 1 and not is_elastic:
                 rank_zero_warn(
                     "strategy='hybrid_shard' on one node, with no sizes given, is one replica sharded over its"
                     f" {self.num_processes} devices: the same as 'full_shard'. Set dp_replicate_size to have replicas."

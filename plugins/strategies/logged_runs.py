@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -11,7 +12,7 @@ from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.resume_path import ResumePath, candidates
 
-__all__ = ["continue_runs", "runs_of"]
+__all__ = ["continue_logging", "continue_runs", "runs_of"]
 
 
 def runs_of(trainer: Trainer) -> dict[str, str]:
@@ -37,10 +38,21 @@ def continue_runs(trainer: Trainer, path: Any) -> None:
             about = read_manifest(found).about
         except (CheckpointError, OSError):  # It is reported, and another one chosen, when the checkpoint is loaded.
             continue
-        if "mlflow_training" in about:
-            for logger in loggers:
-                logger.continue_training(about["mlflow_training"], about.get("mlflow_run"), int(about["global_step"]))
+        continue_logging(trainer, about, int(about["global_step"]))
         return
+
+
+def continue_logging(trainer: Trainer, about: Mapping[str, Any], step: int) -> None:
+    """Tell the loggers to which run a training has logged, before they start one.
+
+    Args:
+        trainer: A Trainer that continues the training.
+        about: What :func:`runs_of` has returned in the process that logged, and possibly other entries.
+        step: Number of optimizer steps so far.
+    """
+    if "mlflow_training" in about:
+        for logger in _mlflow_loggers(trainer):
+            logger.continue_training(about["mlflow_training"], about.get("mlflow_run"), step)
 
 
 def _mlflow_loggers(trainer: Trainer) -> list[MLflowLogger]:

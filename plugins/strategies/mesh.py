@@ -7,6 +7,7 @@ Its methods stand in the order in which Lightning calls them, and delegate to th
 - ``building``: Makes modules parallel.
 - ``step_runner``: Runs the steps of the module and of its optimizers.
 - ``run_checkpoints``: Saves and loads checkpoints, and resumes runs exactly.
+- ``elastic_run``: Lets replicas leave and join a run.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from lightning_dist.plugins.strategies.checks import (
     refuse_what_cannot_work,
     warn_of_idle_arguments,
 )
+from lightning_dist.plugins.strategies.elastic_run import RUNNING_REPLICA, ElasticRun
 from lightning_dist.plugins.strategies.example_input import run_example
 from lightning_dist.plugins.strategies.logged_runs import continue_runs
 from lightning_dist.plugins.strategies.optimizer_steps import OptimizerStep, check_optimizer_step
@@ -168,6 +170,7 @@ class MeshStrategy(ProcessStrategy):
         checkpoint_options = CheckpointOptions.of(checkpoint)
         self._checkpoints = Checkpoints(checkpoint_options, timeout)
         self._run_checkpoints = RunCheckpoints(self, checkpoint_options, self._checkpoints, self._owners)
+        self._elastic = ElasticRun(self, self._run_checkpoints)
         self.resumes_from: Any = None
         """The path of the checkpoint that the coming fit resumes; None: it begins anew."""
         self._layout: ParallelLayout | None = None
@@ -271,6 +274,16 @@ class MeshStrategy(ProcessStrategy):
         return _existing(self._runner, "Steps can run once the strategy is set up.")
 
     @property
+    def elastic(self) -> ElasticRun:
+        """Return the object by which this process takes part in a run whose replicas leave and join."""
+        return self._elastic
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Return whether this is rank 0, of the replica that logs and saves if replicas leave and join."""
+        return self.global_rank == 0 and self._elastic.is_leader
+
+    @property
     def module(self) -> LightningModule:
         """Return the user's module."""
         return _existing(self.lightning_module, "The module is known once the Trainer runs it.")
@@ -342,7 +355,8 @@ class MeshStrategy(ProcessStrategy):
             # Lightning keeps checkpoint callbacks last, so that they save the states that all others have updated.
             first_checkpoint = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
             callbacks.insert(first_checkpoint, FaultTolerance())
-        if self.trainer.state.fn == TrainerFn.FITTING:
+        self._elastic.join()
+        if self.trainer.state.fn == TrainerFn.FITTING and not self._elastic.joins_others:
             continue_runs(self.trainer, self.resumes_from)
 
     def settle_layout(self) -> None:
@@ -397,6 +411,7 @@ class MeshStrategy(ProcessStrategy):
             if arguments.lets_replicas_differ and self.layout.world_size == self.layout.dp_replicate:
                 _compat.allow_skipped_steps(trainer)
             self.setup_optimizers(trainer)
+            self._elastic.check()
         self.setup_precision_plugin()
         if is_fitting and not any(options.keeps_states_elsewhere for options in arguments.options):
             _compat.optimizers_to_device(self.optimizers, self.root_device)
@@ -443,15 +458,17 @@ class MeshStrategy(ProcessStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Return the number of parts into which the data are divided, and the index of this rank's part."""
-        return {
+        own = {
             "num_replicas": self.layout.num_data_parallel,
             "rank": self.layout.data_parallel_rank(self.global_rank),
         }
+        return self._elastic.share(own)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Let a loader give this rank its part of the batches, and save and resume its position."""
         self.batches.process_dataloader(dataloader)
+        self._elastic.process_dataloader(dataloader)
         self._run_checkpoints.process_dataloader(dataloader)
         return dataloader
 
@@ -461,6 +478,7 @@ class MeshStrategy(ProcessStrategy):
         self._run_checkpoints.before_train_start()
         self.batches.on_train_start()
         self._run_checkpoints.after_train_start()
+        self._elastic.on_train_start()
 
     @override
     def on_train_end(self) -> None:
@@ -634,6 +652,8 @@ class MeshStrategy(ProcessStrategy):
         """Save the checkpoint as a directory to which every rank writes its part; in a fit, in the background."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__}.save_checkpoint takes no storage_options: it uses no CheckpointIO.")
+        if not self._elastic.is_leader:
+            return
         used = {name: value for name, value in self.settings.items() if value is not None}
         plain = {name: value if isinstance(value, str | int | float) else str(value) for name, value in used.items()}
         settings = {"strategy": self.strategy_name, **plain}
@@ -651,7 +671,8 @@ class MeshStrategy(ProcessStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint after the saves that are under way have ended, unless the last of them has failed."""
-        self._run_checkpoints.remove(filepath)
+        if self._elastic.is_leader:
+            self._run_checkpoints.remove(filepath)
 
     def wait_for_checkpoints(self) -> None:
         """Wait until all requested checkpoints are written, so that they can be read or copied.
@@ -672,6 +693,8 @@ class MeshStrategy(ProcessStrategy):
 
         Weights that only other ranks have are on the meta device.
         """
+        if checkpoint_path is RUNNING_REPLICA:
+            return self._elastic.load()
         return self._run_checkpoints.load(checkpoint_path, weights_only, self.batches.parts)
 
     @override
@@ -698,6 +721,7 @@ class MeshStrategy(ProcessStrategy):
     def teardown(self) -> None:
         """Free gathered parameters and restore the module's own hooks; the module stays sharded and on its device."""
         self._checkpoints.close()
+        self._elastic.leave()
         if self._runner is not None:
             self._runner.close()
         self._owners.release()

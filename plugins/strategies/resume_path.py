@@ -78,7 +78,7 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
         return
     names: list[str] = []
     with raise_on_all_ranks(f"looking for checkpoints in {' and '.join(path.folders)}"):
-        if trainer.is_global_zero:
+        if trainer.global_rank == 0:
             names = candidates(path)
     names = trainer.strategy.broadcast(names)
     for candidate in names:

@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_dist._compat import tree_map
 from lightning_dist.checkpoint import TECHNIQUES, CheckpointError, LoadedCheckpoint
+from lightning_dist.checkpoint.between_replicas import from_replica, to_replica
 from lightning_dist.checkpoint.state import OwnStates
 from lightning_dist.mesh.consensus import (
     OtherRankError,
@@ -19,6 +23,7 @@ from lightning_dist.mesh.consensus import (
     timed_barrier_unless_missed,
 )
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins._compat.progress import leave_out_running_batch
 from lightning_dist.plugins.callbacks.fault_tolerance import shown_path
 from lightning_dist.plugins.precision import MeshPrecision
 from lightning_dist.plugins.strategies import loading
@@ -244,6 +249,34 @@ class RunCheckpoints:
                 states.add_remote_state(checkpoint[key])
         return checkpoint
 
+    def to_replica(self) -> dict[str, Any]:
+        """Return this rank's state of a fit for another replica, with the tensors of the run themselves.
+
+        This is no collective, and may be called by another thread while the fit waits before a step.
+        """
+        trainer, parallel = self._host.trainer, self._host.parallel
+        with parallel.without_hook_views():
+            checkpoint = _compat.dump_checkpoint(trainer)
+            leave_out_running_batch(checkpoint["loops"])
+            own = self._exact_resume.rank_state(checkpoint, trainer)
+        own["buffers"] = tree_map(_copied, own["buffers"])  # The step changes them while they are sent.
+        checkpoint[TECHNIQUES] = parallel.states.of_techniques()
+        return {"checkpoint": to_replica(checkpoint), "own": own}
+
+    def from_replica(self, state: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+        """Return the checkpoint from which a fit continues on this rank.
+
+        Args:
+            state: What :meth:`to_replica` has returned on the rank of another replica with the same number.
+            mesh: The mesh of this replica.
+        """
+        checkpoint: dict[str, Any] = from_replica(state["checkpoint"], mesh)
+        self._exact_resume.restore(checkpoint, state["own"], is_divided_alike=True)
+        techniques = checkpoint.pop(TECHNIQUES)
+        if self._host.is_set_up:
+            self._host.parallel.states.load_techniques(techniques)
+        return checkpoint
+
     def _go_on_from(self, path: str, parts: list[int], part: LoadedCheckpoint) -> None:
         has_as_many_ranks = part.manifest.world_size == self._host.world_size
         own = part.rank_state
@@ -268,3 +301,7 @@ class RunCheckpoints:
             keeps_dtypes = isinstance(plugin, MeshPrecision) and plugin.master_weights is not None
             own_states = self._owners.own_states
             loading.load_optimizers(checkpoint, self._host.optimizers, self._host.module, keeps_dtypes, own_states)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

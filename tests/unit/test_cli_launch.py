@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -137,6 +138,12 @@ def test_command_of_torchrun(
         ("--on slurm --devices 2 --logs=a\u00a0b -- fit", "SLURM reads no spaces in the names of folders."),
         ("--on slurm --devices 2 --sbatch=--time=1 -- fit", "--sbatch='--time=1': expected NAME=VALUE without hyphens"),
         ("--on slurm --devices 2 -- fit", "--on=slurm, but there is no sbatch on this machine."),
+        ("--devices 2 --elastic 2 -- fit", "argument --elastic: '2': expected MIN:MAX, the numbers of replicas"),
+        ("--devices 2 --elastic 3:2 -- fit", "argument --elastic: '3:2': expected MIN:MAX"),
+        ("--devices 2 --elastic 1:1 -- fit", "argument --elastic: '1:1': one replica has no other"),
+        ("--devices 2 --heartbeat 2 -- fit", "--heartbeat=2: expected a number above 0, beside --elastic."),
+        ("--devices 2 --elastic 1:2 --heartbeat 0 -- fit", "--heartbeat=0: expected a number above 0"),
+        ("--on slurm --devices 2 --elastic 1:2 -- fit", "--elastic=1:2 belongs to --on local; --on=slurm does not"),
         ("--on flux --devices 2 -- fit", "invalid choice: 'flux' (choose from 'local', 'torchrun', 'slurm', 'ray')"),
     ],
 )
@@ -166,6 +173,39 @@ def test_description_of_a_run_on_ray(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         "# Each node runs:\n"
         "lightning-dist launch --on=torchrun --nodes=NODES --devices=8 --head=FIRST_NODE:PORT --logs=/runs/a/start_K --"
         " fit --ckpt_path=auto -c my.yaml\n"
+    )
+
+
+def test_torchft_is_needed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run_command(monkeypatch, "launch", "--devices=1", "--elastic=1:2", "--", "fit") == 2
+    assert (
+        "--elastic needs torchft, which is not installed: pip install 'lightning-dist[elastic]'."
+        in capfd.readouterr().err
+    )
+
+
+def test_description_of_replicas(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--devices=2",
+        "--elastic=2:3",
+        "--heartbeat=0.5",
+        "--logs=logs",
+        "--dry-run",
+        "--",
+        "fit",
+        "-c",
+        "my.yaml",
+    ]
+    assert run_command(monkeypatch, "launch", *words) == 0
+    assert capfd.readouterr().out == (
+        "# The coordinator, which leaves a replica out after 0.5 s without a sign of life:\n"
+        "python -m lightning_dist.cli.launch.coordinator 127.0.0.1:PORT 2 500\n"
+        "# Each of 2 ranks of each of 3 replicas, with their numbers in the environment:\n"
+        "LIGHTNING_DIST_ELASTIC=2:3 LIGHTNING_DIST_REPLICA=INDEX TORCHFT_LIGHTHOUSE=http://127.0.0.1:PORT"
+        f" LIGHTNING_DIST_LAUNCH_LOGS={Path('logs').absolute()}/replica_INDEX"
+        " python -m lightning_dist.cli.launch.rank fit --ckpt_path=auto -c my.yaml --trainer.devices=2"
+        " --trainer.num_nodes=1\n"
     )
 
 

@@ -147,7 +147,7 @@ def test_runs_are_named_by_strategy_and_layout(strategy: str, layout: dict[str, 
     [
         ("32-true", {}, "hybrid_shard 2x2"),
         ("bf16-mixed", {"compression": "powersgd"}, "hybrid_shard 2x2 bf16-mixed powersgd"),
-        ("32-true", {"zero_stage": 1, "activation_checkpointing": True}, "hybrid_shard 2x2 zero_stage=1"),
+        ("32-true", {"reshard_after_forward": False}, "hybrid_shard 2x2 reshard_after_forward=False"),
         ("32-true", {"sync": LocalSGD(4)}, "hybrid_shard 2x2 LocalSGD every 4 steps"),
         ("32-true", {"tiled_mlp": 2}, "hybrid_shard 2x2 tiled_mlp=2"),
     ],

@@ -31,9 +31,10 @@ from lightning_dist._compat import (
 from lightning_dist.mesh.flag_agreement import FlagAgreement
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.model.units import Unit, UnitKind
+from lightning_dist.parameters.gradient_buckets import as_dtensor, in_buckets
 from lightning_dist.parameters.gradient_observer import GradientObserver
 from lightning_dist.techniques.protocol import Parallel, SavedState, find_gradient_reducer
-from lightning_dist.techniques.replication.bucket import Bucket, as_dtensor, in_buckets
+from lightning_dist.techniques.replication.bucket import Bucket
 from lightning_dist.techniques.replication.group import ReplicatedGroup
 
 __all__ = ["Replication"]

@@ -1,0 +1,37 @@
+"""Run the coordinator of replicas that leave and join (``python -m lightning_dist.cli.launch.coordinator``)."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from torchft.coordination import LighthouseServer
+
+from lightning_dist.cli.launch.rank import end_with_parent
+
+_SECONDS_TO_JOIN = 600
+"""How long the replicas that are there wait for one that is alive, but does not train, for example as it validates."""
+
+
+def run(address: str, smallest: int, heartbeat_ms: int) -> None:
+    """Run torchft's lighthouse until the launcher ends.
+
+    Args:
+        address: Address to listen at, ``HOST:PORT``.
+        smallest: Number of replicas without which no step begins.
+        heartbeat_ms: Milliseconds after which a replica that sends no sign of life is left out.
+    """
+    end_with_parent()
+    server = LighthouseServer(
+        bind=address,
+        min_replicas=smallest,
+        join_timeout_ms=_SECONDS_TO_JOIN * 1000,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=heartbeat_ms,
+    )
+    while server is not None:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,450 @@
+"""Know which replicas of a run take part in a step, and reduce tensors over them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.mesh.objects import broadcast_object
+
+if TYPE_CHECKING:
+    from torchft import Manager
+    from torchft.process_group import ProcessGroup
+
+__all__ = [
+    "COORDINATOR",
+    "RANGE",
+    "REPLICA",
+    "BehindError",
+    "Membership",
+    "MembershipOptions",
+    "ReplicaRange",
+    "current_membership",
+    "join",
+    "leave",
+]
+
+_REMINDER_S = 60.0
+"""Seconds after which a replica says that it still waits for others."""
+
+_CONNECT_S = 10.0
+"""Seconds for which a replica tries to reach the coordinator."""
+
+_RETRIES = 1_000_000
+"""How often torchft connects again to a coordinator that has ended; otherwise it uses the lost connection for ever."""
+
+_NOTES_BYTES = 4096
+
+_POLL_S = 0.1
+"""Seconds between two questions for the replicas that are there, before the run begins."""
+
+
+RANGE = "LIGHTNING_DIST_ELASTIC"
+"""The environment variable that holds the smallest and the largest number of replicas, as ``MIN:MAX``."""
+
+REPLICA = "LIGHTNING_DIST_REPLICA"
+"""The environment variable that holds the index of this process's replica, from 0."""
+
+COORDINATOR = "TORCHFT_LIGHTHOUSE"
+"""The environment variable that holds the address of the coordinator; its name is torchft's."""
+
+
+class ReplicaRange(NamedTuple):
+    """Hold between which numbers of replicas a run trains."""
+
+    smallest: int
+    """The number of replicas below which the run waits."""
+
+    largest: int
+    """The number of replicas that the data are divided among."""
+
+    @classmethod
+    def parse(cls, text: str) -> ReplicaRange:
+        """Return the range that ``text`` stands for, such as ``"2:3"``.
+
+        Raises:
+            ValueError: If it is no range, or has fewer than two replicas.
+        """
+        match = re.fullmatch(r"(\d+):(\d+)", text)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError(
+                f"elastic={text!r}: expected the smallest and the largest number of replicas, such as '2:3'."
+            )
+        if int(match[2]) == 1:
+            raise ValueError(
+                f"elastic={text!r}: one replica has no other that trains on while it is away. Give at least 2 as the"
+                " largest number, or leave elastic out and use --max-restarts of lightning-dist launch."
+            )
+        return cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def asked(cls, argument: str | None) -> ReplicaRange | None:
+        """Return the range that the argument of a strategy, or else the launcher, asks for; None: none does.
+
+        Raises:
+            ValueError: As :meth:`parse`.
+        """
+        text = argument or os.environ.get(RANGE)
+        return cls.parse(str(text)) if text else None
+
+    def __str__(self) -> str:
+        """Return the text of which :meth:`parse` makes the range."""
+        return f"{self.smallest}:{self.largest}"
+
+
+class BehindError(RuntimeError):
+    """Report that the other replicas have counted a step that this one has not, so that it must join them again."""
+
+
+@dataclass(frozen=True)
+class MembershipOptions:
+    """Say which replica this process belongs to, and which replicas there are.
+
+    Args:
+        index: Index of this replica, from 0.
+        smallest: The number of replicas below which the run waits.
+        largest: The number of replicas that the data are divided among.
+        coordinator: Address of torchft's lighthouse, such as ``"http://node1:29510"``.
+        timeout: Time for which a reduction waits for another replica that neither answers nor has ended.
+    """
+
+    index: int
+    smallest: int
+    largest: int
+    coordinator: str
+    timeout: timedelta = timedelta(seconds=60)
+
+
+class Membership:
+    """Take part in a run of several replicas. Creating an instance is a collective over the ranks of the replica.
+
+    Every rank of a replica communicates with those ranks of the other replicas that have the same number.
+
+    Args:
+        options: Which replica this is.
+        device: The device on which tensors are reduced.
+        fingerprint: What must be the same on all replicas, by names for an error.
+        state: Function that returns the state of this rank, which a replica that joins is given. It is called by
+            another thread while :meth:`begin_step` waits, and no collective.
+        say: Function that prints a sentence.
+    """
+
+    def __init__(
+        self,
+        options: MembershipOptions,
+        device: torch.device,
+        fingerprint: Mapping[str, str],
+        state: Callable[[], dict[str, Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        os.environ.setdefault("RUST_LOG", "error")  # Otherwise torchft writes several lines in each step.
+        from torchft import Manager
+
+        # Torchft logs each reduction that fails with its traceback; what has happened is said in one sentence below.
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)
+        self.options = options
+        self._fingerprint = dict(fingerprint)
+        self.device = device
+        """The device on which tensors are reduced."""
+        self.members: tuple[int, ...] = ()
+        """The indices of the replicas that take part in this step."""
+        self.leader = 0
+        """The index of the replica that logs and writes checkpoints."""
+        self.lost_s = 0.0
+        """Seconds that this rank has spent on reductions which failed, and on steps that waited for a replica."""
+        self.received: dict[str, Any] | None = None
+        """The state that another replica has sent when this one joined; None: all begin together."""
+        self.notes: dict[str, str] = {}
+        """What the leader lets the others know about the run."""
+        self.has_joined = False
+        """Whether :meth:`join` has ended."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Function that is called when other replicas take part than in the step before."""
+        self._say = say
+        self._state = state
+        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._fingerprint_of_leader: dict[str, str] = {}
+        self._is_in_quorum = self._has_received_again = False
+        host, port, self._store = _make_store(self._rank)
+        self._group = _make_group(device, options.timeout, self._num_ranks)
+        try:
+            self._manager: Manager = Manager(
+                pg=self._group,
+                load_state_dict=self._receive,
+                state_dict=self._send,
+                min_replica_size=1,  # The coordinator knows how many there must be.
+                use_async_quorum=False,  # Parameters are not gathered while another replica reads them.
+                timeout=options.timeout,
+                quorum_timeout=timedelta(seconds=_REMINDER_S),
+                connect_timeout=timedelta(seconds=_CONNECT_S),
+                rank=self._rank,
+                world_size=self._num_ranks,
+                store_addr=host,
+                store_port=port,
+                lighthouse_addr=options.coordinator,
+                replica_id=str(options.index),
+                hostname=host,
+                init_sync=False,
+                quorum_retries=_RETRIES,
+            )
+        except Exception as error:
+            raise ConnectionError(
+                f"The coordinator at {options.coordinator} cannot be reached: {error}. lightning-dist launch --elastic"
+                " starts it; check that it runs, and that this node reaches its port."
+            ) from error
+
+    # Joining and leaving
+
+    def join(self) -> None:
+        """Wait until all replicas are there, or receive the state of the run if it has begun without this one.
+
+        Raises:
+            ValueError: If this replica runs other code, or with other settings, than the one that leads.
+        """
+        self._find_members()
+        while self._manager.errored():  # The replica that was to send its state has left.
+            self._find_members()
+        while self.received is None and len(self.members) < self.options.largest:
+            time.sleep(_POLL_S)
+            self._find_members()
+        theirs = self._fingerprint_of_leader if self.received is not None else self._share_json(self._fingerprint)
+        for name, value in self._fingerprint.items():
+            if theirs.get(name) != value:
+                raise ValueError(
+                    f"Replica {self.options.index} has {name}={value}, and replica {self.leader}, which leads, has"
+                    f" {theirs.get(name)}. Start all replicas with the same code and settings."
+                )
+        self.has_joined = True
+
+    def begin_step(self) -> None:
+        """Find out which replicas take part in the coming step.
+
+        Raises:
+            BehindError: If the others have counted a step that this replica has not.
+        """
+        if self._is_in_quorum:  # This is the first step, or the last one was not reduced, as in manual accumulation.
+            return
+        self._find_members()
+        self._refuse_to_fall_behind()
+
+    def _refuse_to_fall_behind(self) -> None:
+        if self._has_received_again:
+            raise BehindError(
+                f"Replica {self.options.index} has missed a step that the others have counted. It must be started again"
+                " to join them, as lightning-dist launch --elastic does."
+            )
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._manager.shutdown(wait=False)
+        self._group.abort()
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this replica logs and writes checkpoints."""
+        return self.leader == self.options.index
+
+    # Reductions
+
+    def average(self, make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return means over the replicas that take part; if one is lost meanwhile, those over the remaining ones.
+
+        This is a collective over the ranks of this replica, and over the same ranks of the others.
+
+        Args:
+            make: Function that returns new tensors of floating point numbers, which are overwritten.
+        """
+        return self._reduce(make, dist.ReduceOp.AVG)
+
+    def share(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the tensors of the leader on all replicas. This is a collective like :meth:`average`.
+
+        Args:
+            tensors: This replica's tensors, of the same shapes on all replicas.
+        """
+
+        def make() -> list[Tensor]:
+            return [_as_bytes(tensor) if self.is_leader else torch.zeros_like(_as_bytes(tensor)) for tensor in tensors]
+
+        shared = self._reduce(make, dist.ReduceOp.SUM)
+        return [_from_bytes(found, tensor) for found, tensor in zip(shared, tensors, strict=True)]
+
+    def share_notes(self) -> None:
+        """Give all replicas the notes of the leader. This is a collective like :meth:`average`."""
+        self.notes = self._share_json(self.notes)
+
+    def _share_json(self, values: Mapping[str, str]) -> dict[str, str]:
+        text = json.dumps(values).encode().ljust(_NOTES_BYTES)
+        (shared,) = self.share([torch.tensor(list(text), dtype=torch.uint8, device=self.device)])
+        found: dict[str, str] = json.loads(bytes(shared.tolist()))
+        return found
+
+    def _reduce(self, make: Callable[[], Sequence[Tensor]], operation: Any) -> Sequence[Tensor]:
+        while True:
+            begin = time.perf_counter()
+            tensors = make()
+            for work in [self._manager.allreduce(tensor, reduce_op=operation) for tensor in tensors]:
+                work.wait()
+                if self._manager.errored():
+                    self._group.abort()  # Replicas that wait for this one, and not for the lost one, fail as well.
+                    break
+            is_counted = self._manager.should_commit()
+            self._is_in_quorum = False
+            if is_counted:
+                return tensors
+            before = self.members
+            self._find_members(may_grow=False)
+            self._refuse_to_fall_behind()
+            self.lost_s += time.perf_counter() - begin
+            if self.members != before:
+                self._say("The gradients of this step are reduced again, so that it is not lost.")
+
+    def _find_members(self, may_grow: bool = True) -> None:
+        """Ask the coordinator which replicas take part, and let the process group be made again if they are others."""
+        begin, before, next_reminder_s = time.perf_counter(), self.members, 0.0
+        while True:
+            try:
+                self._manager.start_quorum(shrink_only=not may_grow)
+                break
+            except Exception as error:  # Too few replicas are there, or the coordinator does not answer.
+                waited_s = time.perf_counter() - begin
+                if waited_s >= next_reminder_s:
+                    next_reminder_s = waited_s + _REMINDER_S
+                    self._say(
+                        f"Replica {self.options.index} waits until at least {self.options.smallest} of"
+                        f" {self.options.largest} replicas are there ({_first_line(error)})."
+                    )
+                time.sleep(_POLL_S)
+        self._is_in_quorum = True
+        self.members = tuple(sorted({rank // self._num_ranks for rank in self._group.ranks}))
+        is_founding = not self.has_joined and self.received is None
+        if is_founding or self.leader not in self.members:
+            self.leader = self.members[0]
+        if before and self.members != before and self.has_joined:
+            self.on_change()
+            self._announce(before)
+
+    def _announce(self, before: tuple[int, ...]) -> None:
+        new, lost = sorted(set(self.members) - set(before)), sorted(set(before) - set(self.members))
+        changes = [f"{_replicas(some)} {verb}" for some, verb in ((new, "joined"), (lost, "left")) if some]
+        self._say(
+            f"{' and '.join(changes)}: {len(self.members)} of {self.options.largest} replicas train on, and replica"
+            f" {self.leader} logs and writes checkpoints."
+        )
+
+    # The state of a run
+
+    def _send(self) -> dict[str, Any]:
+        about = {"leader": self.leader, "notes": self.notes, "fingerprint": self._fingerprint}
+        return {**about, "run": self._state()}
+
+    def _receive(self, state: dict[str, Any]) -> None:
+        self._has_received_again = self.has_joined
+        self.leader, self.notes = state["leader"], state["notes"]
+        self._fingerprint_of_leader = state["fingerprint"]
+        self.received = state["run"]
+
+
+_current: Membership | None = None
+
+
+def join(
+    options: MembershipOptions,
+    device: torch.device,
+    fingerprint: Mapping[str, str],
+    state: Callable[[], dict[str, Any]],
+    say: Callable[[str], None],
+) -> Membership:
+    """Join the run of which ``options`` speaks, and return this process's part in it (see :class:`Membership`).
+
+    A process that runs a second fit leaves the run of the first one.
+
+    Raises:
+        ConnectionError: If the coordinator cannot be reached.
+        ModuleNotFoundError: If torchft is not installed; the text says how to install it.
+    """
+    global _current
+    leave()
+    try:
+        _current = Membership(options, device, fingerprint, state, say)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Replicas that leave and join need torchft, which is not installed: pip install 'lightning-dist[elastic]'.",
+            name=error.name,
+        ) from error
+    _current.join()
+    return _current
+
+
+def leave() -> None:
+    """Leave the run that this process has joined, if there is one."""
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
+
+
+def current_membership() -> Membership | None:
+    """Return this process's part in a run of several replicas; None: it has joined none."""
+    return _current
+
+
+def _replicas(indices: Sequence[int]) -> str:
+    names = [str(index) for index in indices]
+    return f"Replica {names[0]}" if len(names) == 1 else f"Replicas {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _make_store(rank: int) -> tuple[str, int, object]:
+    """Return the address of a store for the ranks of this replica, and on rank 0 the store. This is a collective."""
+    store, address = None, ("", 0)
+    if rank == 0:
+        host = socket.gethostname()
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        address = host, store.port
+    if dist.is_initialized():
+        address = broadcast_object(address, source=0)
+    return *address, store
+
+
+def _make_group(device: torch.device, timeout: timedelta, num_ranks: int) -> ProcessGroup:
+    """Return a process group over replicas, which can be made again for others; it knows the ranks in it."""
+    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+    base: Any = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
+
+    class KnownRanks(base):  # type: ignore[misc]
+        """Keep the ranks over which the group communicates."""
+
+        ranks: Sequence[int] = ()
+
+        def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *others: Any) -> None:
+            """Make the group again over the replicas that take part now."""
+            self.ranks = others[-1]
+            super().configure(store_addr, replica_id, rank, world_size, *others)
+
+    return KnownRanks(timeout=timeout)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's bytes, whose sum with zeros is exact in every dtype."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
+
+
+def _from_bytes(found: Tensor, like: Tensor) -> Tensor:
+    return found.view(like.dtype).view(like.shape)

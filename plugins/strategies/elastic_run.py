@@ -1,0 +1,204 @@
+"""Let a replica join a run that trains, divide data among all replicas, and let one of them log and save."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lightning_dist.mesh.membership import (
+    COORDINATOR,
+    REPLICA,
+    Membership,
+    MembershipOptions,
+    ReplicaRange,
+    join,
+    leave,
+)
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.host import Host
+from lightning_dist.plugins.strategies.logged_runs import continue_logging, runs_of
+from lightning_dist.plugins.strategies.run_checkpoints import RunCheckpoints
+
+__all__ = ["RUNNING_REPLICA", "ElasticRun"]
+
+RUNNING_REPLICA = "another replica of this run"
+"""What a run resumes from, in place of the path of a checkpoint, if it joins others that train already."""
+
+_GRACE_S = 60.0
+"""Seconds for which a reduction waits for a replica whose node has vanished without closing its connections."""
+
+
+class ElasticRun:
+    """Take part in a run whose replicas leave and join; do nothing in any other run.
+
+    Args:
+        host: The strategy.
+        checkpoints: Object that makes the state that another replica is given, and loads it.
+    """
+
+    def __init__(self, host: Host, checkpoints: RunCheckpoints) -> None:
+        self._host = host
+        self._checkpoints = checkpoints
+        self._membership: Membership | None = None
+        self._was_leader = True
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this process's replica logs and writes checkpoints."""
+        return self._membership is None or self._membership.is_leader
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Return the indices of the replicas that take part in the current step; empty in any other run."""
+        return () if self._membership is None else self._membership.members
+
+    @property
+    def leader(self) -> int:
+        """Return the index of the replica that logs and writes checkpoints."""
+        return 0 if self._membership is None else self._membership.leader
+
+    @property
+    def lost_s(self) -> float:
+        """Return the seconds that this rank has lost by replicas that have left."""
+        return 0.0 if self._membership is None else self._membership.lost_s
+
+    @property
+    def joins_others(self) -> bool:
+        """Return whether this replica continues from the state of one that trains already."""
+        return self._membership is not None and self._membership.received is not None
+
+    def join(self) -> None:
+        """Join the run as the launcher has said, once the ranks of this replica communicate. This is a collective.
+
+        Raises:
+            ConnectionError: If the coordinator cannot be reached.
+            ModuleNotFoundError: If torchft is not installed.
+        """
+        leave()
+        self._membership = None
+        replicas = ReplicaRange.asked(self._host.config.arguments["elastic"])
+        if replicas is None or self._host.trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._refuse_own_metrics(self._host.trainer)
+        options = MembershipOptions(
+            index=int(os.environ[REPLICA]),
+            smallest=replicas.smallest,
+            largest=replicas.largest,
+            coordinator=os.environ[COORDINATOR],
+            timeout=timedelta(seconds=_GRACE_S),
+        )
+        self._membership = membership = join(
+            options, self._host.root_device, self._fingerprint(), self._checkpoints.to_replica, self._say
+        )
+        membership.on_change = self._follow_leader
+        self._set_leader()
+
+    def leave(self) -> None:
+        """Leave the run at its end."""
+        if self._membership is not None:
+            leave()
+            self._membership = None
+            _compat.set_rank_zero(self._host.global_rank)
+
+    def check(self) -> None:
+        """Refuse a schedule that follows a metric, which each replica computes from data of its own.
+
+        Raises:
+            MisconfigurationException: If there is one.
+        """
+        if self._membership is None:
+            return
+        for config in self._host.trainer.strategy.lr_scheduler_configs:
+            if isinstance(config.scheduler, ReduceLROnPlateau):
+                raise MisconfigurationException(
+                    "elastic with ReduceLROnPlateau: each replica computes metrics of its own, so that their learning"
+                    " rates would differ. Use a schedule over steps."
+                )
+
+    def _fingerprint(self) -> dict[str, str]:
+        """Return what must be the same on all replicas."""
+        arguments = self._host.config.arguments
+        return {
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+            "lightning-dist": version("lightning-dist"),
+            "strategy": self._host.strategy_name,
+            "layout": str(self._host.layout),
+            "seed_everything": os.environ.get("PL_GLOBAL_SEED", "false"),
+            **{name: str(arguments[name]) for name in arguments if arguments.is_given(name)},
+        }
+
+    @staticmethod
+    def _refuse_own_metrics(trainer: Trainer) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, EarlyStopping) for callback in callbacks):
+            raise MisconfigurationException(
+                "elastic with EarlyStopping: each replica computes metrics of its own, so that only some of them would"
+                " stop. Leave the callback out, and set max_steps or max_epochs."
+            )
+
+    # Data
+
+    def share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the number of parts of the training data and the index of this rank's part, over all replicas.
+
+        Each replica has parts of its own, whether the others are there or not.
+
+        Args:
+            kwargs: The same inside this replica.
+        """
+        if self._membership is None or not self._host.trainer.training:
+            return kwargs
+        options, size = self._membership.options, kwargs["num_replicas"]
+        return {"num_replicas": size * options.largest, "rank": options.index * size + kwargs["rank"]}
+
+    def on_train_start(self) -> None:
+        """Let the other replicas know to which run this one logs, so that they can log to it when it has left."""
+        if self._membership is not None and not self._membership.notes and self.is_leader:
+            self._membership.notes = runs_of(self._host.trainer)
+
+    def process_dataloader(self, dataloader: object) -> None:
+        """Let workers of the loaders of different replicas draw different random numbers."""
+        if self._membership is not None:
+            first = self._membership.options.index * self._host.layout.num_data_parallel
+            _compat.seed_workers_by(dataloader, first + self._host.layout.data_parallel_rank(self._host.global_rank))
+
+    # The state that a replica is given that joins
+
+    def load(self) -> dict[str, Any]:
+        """Return the state that another replica has sent, as the dictionary of a checkpoint that Lightning restores."""
+        if self._membership is None or self._membership.received is None:
+            raise RuntimeError("No other replica has sent the state of the run.")
+        state, self._membership.received = self._membership.received, {}
+        return self._checkpoints.from_replica(state, self._host.groups.mesh)
+
+    # Who logs and saves
+
+    def _follow_leader(self) -> None:
+        if self.is_leader != self._was_leader:
+            self._set_leader()
+
+    def _set_leader(self) -> None:
+        """Let only the replica that leads log, print and write checkpoints."""
+        self._was_leader = self.is_leader
+        rank = self._host.global_rank
+        if not self.is_leader:
+            rank += self._host.world_size
+        _compat.set_rank_zero(rank)
+        if self._membership is not None and self.is_leader:
+            continue_logging(self._host.trainer, self._membership.notes, self._host.trainer.global_step)
+
+    def _say(self, text: str) -> None:
+        if self._host.global_rank == 0 and self.is_leader:
+            print(f"elastic: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,22 @@
+"""A training of replicas that are killed and come back equals one process with the same members in each step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchft", reason="torchft is not installed")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_replicas_are_killed_and_come_back(tmp_path: Path, ranks: int) -> None:
+    # The bound of the stall is that of a quiet machine.
+    words = ["--replicas=2", f"--ranks={ranks}", "--kills=2", "--heartbeat=1", f"--folder={tmp_path / 'run'}"]
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.elastic", *words, "--any-stall"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, f"{found.stdout}{found.stderr}{(tmp_path / 'run/kills/launch.txt').read_text()}"
+    assert "without a mistake" in found.stdout

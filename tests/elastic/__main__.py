@@ -1,0 +1,285 @@
+"""Kill replicas of a training, again and again, and check every step (``python -m tests.elastic``)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from tests.elastic.training import Row, configure, mistakes_in, rows_of
+
+_SECONDS = 240.0
+"""The longest time that a scenario waits for something."""
+
+
+class Training:
+    """Run a training of several replicas in a folder, and look at what they have written.
+
+    Args:
+        folder: An empty folder, which is created.
+        replicas: Number of replicas.
+        ranks: Number of ranks of each replica.
+        heartbeat: Seconds after which a replica without a sign of life is left out.
+        seconds: Time that each step takes in addition.
+        smallest: Number of replicas without which no step begins.
+    """
+
+    def __init__(
+        self, folder: Path, replicas: int, ranks: int, heartbeat: float, seconds: float, smallest: int = 1
+    ) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.everyone = tuple(range(replicas))
+        strategy = "data_parallel" if ranks == 1 else "hybrid_shard"
+        configuration = configure(folder, strategy, max_steps=1_000_000, seconds=seconds)
+        words = ["launch", f"--devices={ranks}", f"--elastic={smallest}:{replicas}", "--max-restarts=9999"]
+        words += [f"--heartbeat={heartbeat}", f"--logs={folder / 'logs'}", "--", "fit", "-c", str(configuration)]
+        with (folder / "launch.txt").open("w") as output:
+            self.launch = subprocess.Popen(
+                [sys.executable, "-m", "lightning_dist.cli", *words], stdout=output, stderr=output, text=True
+            )
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.launch.kill()
+        self.launch.wait()
+
+    def rows(self) -> list[Row]:
+        """Return what all ranks have written so far."""
+        return rows_of(self.folder)
+
+    def latest(self) -> list[Row]:
+        """Return the newest row of each rank."""
+        return list({(row.replica, row.rank): row for row in self.rows()}.values())
+
+    def until(self, condition: Callable[[list[Row]], bool]) -> list[Row]:
+        """Wait until ``condition`` is true of the rows, and return them.
+
+        Raises:
+            AssertionError: If it is not within some minutes, or the training has ended.
+        """
+        end = time.monotonic() + _SECONDS
+        while not condition(rows := self.rows()):
+            assert self.launch.poll() is None, f"launch has ended with exit code {self.launch.returncode}"
+            assert time.monotonic() < end, f"nothing happened for {_SECONDS:.0f} s: {rows[-3:]}"
+            time.sleep(0.1)
+        return rows
+
+    def until_all_train(self, since: float = 0.0) -> list[Row]:
+        """Wait until all replicas have trained a step together since a time of day."""
+
+        def all_train(rows: list[Row]) -> bool:
+            recent = [row for row in rows if row.at > since and row.members == self.everyone]
+            return {row.replica for row in recent} == set(self.everyone)
+
+        return self.until(all_train)
+
+    def kill(self, row: Row) -> float:
+        """Kill the process that has written ``row``, and return the time of day."""
+        at = time.time()
+        os.kill(row.pid, signal.SIGKILL)
+        return at
+
+    def stop(self) -> int:
+        """Ask the training to stop, and return its exit code."""
+        self.launch.send_signal(signal.SIGTERM)
+        return self.launch.wait(_SECONDS)
+
+    def check(self) -> str:
+        """Stop the training, compare all steps, and return how many there were.
+
+        Raises:
+            AssertionError: If anything is wrong.
+        """
+        code = self.stop()
+        rows = self.rows()
+        wrong = mistakes_in(rows, len(self.everyone), self.ranks)
+        assert not wrong, "\n".join(wrong[:10])
+        assert code == 75, f"exit code {code}"
+        return f"{max(row.step for row in rows)} steps without a mistake"
+
+
+def kills(training: Training, number: int, bound: float) -> str:
+    """Kill random ranks one after the other, and measure how long the others stall and when the replica is back."""
+    training.until_all_train()
+    chosen, stalls, returns = random.Random(0), list[float](), list[float]()
+    for index in range(number):
+        time.sleep(chosen.uniform(0.2, 1.0))
+        victim = chosen.choice(training.latest())
+        others = set(training.everyone) - {victim.replica}
+        at = training.kill(victim)
+        rows = training.until(partial(_go_on, others=others, lost=victim.replica, since=at))
+        firsts = _first_steps(rows, victim.replica, at)
+        stalls += [firsts[replica] - at for replica in others]
+        rows = training.until_all_train(max(firsts.values()))
+        back = next(row.at for row in rows if row.at > max(firsts.values()) and row.replica == victim.replica)
+        returns.append(back - at)
+        print(
+            f"kill {index + 1}: rank {victim.rank} of replica {victim.replica} after step {victim.step}; the others"
+            f" went on after {', '.join(f'{firsts[one] - at:.2f}' for one in sorted(others))} s; back after"
+            f" {returns[-1]:.2f} s",
+            flush=True,
+        )
+    result = training.check()
+    text = (
+        f"{result}; {number} kills: the others stalled for {median(stalls):.2f} s (median; at most {max(stalls):.2f} s;"
+        f" bound {bound:g} s); back after {median(returns):.2f} s (median; at most {max(returns):.2f} s)"
+    )
+    assert median(stalls) <= bound, text
+    return text
+
+
+def _first_steps(rows: list[Row], lost: int, since: float) -> dict[int, float]:
+    """Return when each replica has trained without the replica ``lost`` for the first time since a time of day."""
+    after = [row for row in reversed(rows) if row.at > since and lost not in row.members]
+    return {row.replica: row.at for row in after}
+
+
+def _go_on(rows: list[Row], others: set[int], lost: int, since: float) -> bool:
+    return set(_first_steps(rows, lost, since)) >= others
+
+
+def two_at_once(training: Training) -> str:
+    """Kill all replicas but one at the same moment."""
+    training.until_all_train()
+    victims = [next(row for row in training.latest() if row.replica == one) for one in training.everyone[1:]]
+    at = max(training.kill(row) for row in victims)
+    training.until(lambda rows: any(row.at > at and row.members == (0,) for row in rows))
+    training.until_all_train(at)
+    return training.check()
+
+
+def the_leader(training: Training) -> str:
+    """Kill the replica that logs and writes checkpoints, and let another one write some."""
+    training.until_all_train()
+    leader = training.latest()[0].leader
+    at = training.kill(next(row for row in training.latest() if row.replica == leader))
+    training.until(lambda rows: any(row.at > at and row.leader != leader for row in rows))
+    before = set((training.folder / "checkpoints").iterdir())
+    training.until(lambda _: bool(set((training.folder / "checkpoints").iterdir()) - before))
+    training.until_all_train(at)
+    return training.check()
+
+
+def during_the_return(training: Training) -> str:
+    """Kill a replica again as soon as it has been given the state of the run."""
+    training.until_all_train()
+    victim = next(row for row in training.latest() if row.replica == 1)
+    for _ in range(3):
+        at = training.kill(victim)
+        process = _next_process(training, victim, at)
+        time.sleep(0.5)  # It joins, receives the state, or has received it.
+        process.kill()
+        at = time.time()
+        rows = training.until_all_train(at)
+        victim = next(row for row in reversed(rows) if row.replica == 1)
+    return training.check()
+
+
+def _next_process(training: Training, victim: Row, since: float) -> psutil.Process:
+    """Return the first rank of a replica that has been started after ``since``, once its manager listens."""
+    folder = training.folder / "logs" / f"replica_{victim.replica}"
+    end = time.monotonic() + _SECONDS
+    while time.monotonic() < end:
+        for process in psutil.Process(training.launch.pid).children():
+            with_log = [file for file in _open_files(process) if str(folder) in file and "rank_0" in file]
+            if with_log and process.pid != victim.pid and os.path.getctime(with_log[0]) > since:
+                return process
+        time.sleep(0.02)
+    raise AssertionError("the replica was not started again")
+
+
+def _open_files(process: psutil.Process) -> list[str]:
+    try:
+        return [file.path for file in process.open_files()]
+    except psutil.Error:
+        return []
+
+
+def during_a_checkpoint(training: Training) -> str:
+    """Kill the replica that leads right after a step in which it begins a checkpoint."""
+    training.until_all_train()
+    leader = training.latest()[0].leader
+    rows = training.until(lambda rows: any(row.replica == leader and row.step % 50 == 49 for row in rows[-20:]))
+    at = training.kill(next(row for row in reversed(rows) if row.replica == leader))
+    training.until_all_train(at)
+    return training.check()
+
+
+def the_coordinator(training: Training) -> str:
+    """Kill the coordinator, which is started again, and then a replica."""
+    training.until_all_train()
+    children = psutil.Process(training.launch.pid).children()
+    (coordinator,) = [one for one in children if "lightning_dist.cli.launch.coordinator" in one.cmdline()]
+    coordinator.kill()
+    at = time.time()
+    training.until_all_train(at + 2)
+    at = training.kill(next(row for row in training.latest() if row.replica == 1))
+    training.until_all_train(at)
+    return training.check()
+
+
+def all_of_them(training: Training) -> str:
+    """Kill all replicas at once, which continue from a checkpoint."""
+    training.until_all_train()
+    training.until(lambda rows: max(row.step for row in rows) > 60)
+    victims = training.latest()
+    at = max(training.kill(row) for row in victims)
+    before = max(row.step for row in training.rows())
+    training.until_all_train(at)
+    first = next(row.step for row in training.rows() if row.at > at + 0.5)
+    code = training.stop()
+    assert code == 75, f"exit code {code}"
+    assert before - 51 <= first <= before + 1 and first > 1, f"it continued with step {first} after step {before}"
+    return f"all were killed after step {before}, and continued with step {first}"
+
+
+_SCENARIOS: dict[str, Callable[[Training], str]] = {
+    function.__name__: function
+    for function in (two_at_once, the_leader, during_the_return, during_a_checkpoint, the_coordinator, all_of_them)
+}
+
+
+def main() -> int:
+    """Run what the command line asks for, print what it saw, and return 1 if anything was wrong, otherwise 0."""
+    parser = argparse.ArgumentParser(prog="python -m tests.elastic", description=__doc__)
+    parser.add_argument("scenarios", nargs="*", choices=[*_SCENARIOS, []], help="what to do besides random kills")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each replica")
+    parser.add_argument("--kills", type=int, default=0, help="number of random kills, one after the other")
+    parser.add_argument("--heartbeat", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=0.02, help="time that a step takes in addition")
+    parser.add_argument("--any-stall", action="store_true", help="do not check how long survivors stall")
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
+    bound = float("inf") if options.any_stall else options.heartbeat + 0.5
+    todo = [("kills", lambda training: kills(training, options.kills, bound))] if options.kills else []
+    todo += [(name, _SCENARIOS[name]) for name in options.scenarios]
+    failed = 0
+    for name, function in todo:
+        begin = time.monotonic()
+        with Training(folder / name, options.replicas, options.ranks, options.heartbeat, options.seconds) as training:
+            try:
+                result = function(training)
+            except AssertionError as error:
+                failed += 1
+                result = f"FAILED: {error} (the output is in {training.folder})"
+        print(f"{name:<20} {result}  ({time.monotonic() - begin:.0f} s)", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

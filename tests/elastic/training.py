@@ -1,0 +1,228 @@
+"""Train a module that writes what each step has computed, and compute the same steps in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_dist._compat import local_of
+
+BATCH_SIZE = 4
+NUM_SAMPLES = 1200
+
+_CONFIGURATION = """\
+seed_everything: 1
+model:
+  class_path: tests.elastic.training.Recorded
+  init_args: {{folder: {folder}, seconds: {seconds}}}
+trainer:
+  accelerator: cpu
+  precision: 64-true
+  strategy: {strategy}
+  max_steps: {max_steps}
+  logger: false
+  default_root_dir: {folder}
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {{dirpath: {folder}/checkpoints, every_n_train_steps: 50, save_top_k: -1}}
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold what a rank has written after a step.
+
+    Args:
+        replica: Index of the replica.
+        rank: Number of the rank in the replica.
+        pid: Number of its process.
+        at: Time of day.
+        step: Number of optimizer steps so far.
+        epoch: Index of the epoch.
+        batch: Index of the batch in the epoch.
+        members: Indices of the replicas that took part in the step.
+        leader: Index of the replica that logs and writes checkpoints.
+        loss: Loss of this rank's batch.
+        rate: Learning rate that the next step will have.
+        digest: Digest of this rank's parameters after the step.
+        lost_s: Seconds that this rank has lost so far by replicas that have left.
+    """
+
+    replica: int
+    rank: int
+    pid: int
+    at: float
+    step: int
+    epoch: int
+    batch: int
+    members: tuple[int, ...]
+    leader: int
+    loss: float
+    rate: float
+    digest: str
+    lost_s: float
+
+
+class Recorded(pl.LightningModule):
+    """Train a small network, and write each step into a file of the rank.
+
+    Args:
+        folder: Folder of the files.
+        seconds: Time that each step takes in addition.
+    """
+
+    def __init__(self, folder: str, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+        self.folder, self.seconds = Path(folder), seconds
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        time.sleep(self.seconds)
+        return loss_of(self.net, batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        elastic = self.trainer.strategy.elastic
+        digest = hashlib.sha256()
+        for param in self.parameters():
+            digest.update(local_of(param.detach()).contiguous().numpy().tobytes())
+        replica = int(os.environ["LIGHTNING_DIST_REPLICA"])
+        row = Row(
+            replica=replica,
+            rank=self.global_rank,
+            pid=os.getpid(),
+            at=time.time(),
+            step=self.global_step,
+            epoch=self.current_epoch,
+            batch=batch_idx,
+            members=elastic.members,
+            leader=elastic.leader,
+            loss=float(outputs["loss"]),
+            rate=self.trainer.optimizers[0].param_groups[0]["lr"],
+            digest=digest.hexdigest()[:16],
+            lost_s=elastic.lost_s,
+        )
+        with (self.folder / f"steps_{replica}_{self.global_rank}").open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": schedule_of(optimizer), "interval": "step"}]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(), BATCH_SIZE)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a schedule with another learning rate in each step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 100))
+
+
+def loss_of(net: nn.Module, batch: Any) -> Tensor:
+    """Return the mean loss of a batch."""
+    inputs, labels = batch
+    return nn.functional.cross_entropy(net(inputs), labels)
+
+
+def samples() -> TensorDataset:
+    """Return the dataset of the training."""
+    inputs = torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return TensorDataset(inputs, inputs[:, 0].gt(inputs[:, 1]).long())
+
+
+def configure(folder: Path, strategy: str, max_steps: int, seconds: float = 0.0) -> Path:
+    """Write the configuration of a training into an empty folder."""
+    folder.mkdir(parents=True)
+    path = folder / "my.yaml"
+    path.write_text(_CONFIGURATION.format(folder=folder, strategy=strategy, max_steps=max_steps, seconds=seconds))
+    return path
+
+
+def rows_of(folder: Path) -> list[Row]:
+    """Return what all ranks have written so far, in the order of time."""
+    rows = []
+    for path in folder.glob("steps_*"):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):  # A rank that was killed may have written a part.
+                values = json.loads(line)
+                rows.append(Row(**{**values, "members": tuple(values["members"])}))
+    return sorted(rows, key=lambda row: row.at)
+
+
+def mistakes_in(rows: Sequence[Row], num_replicas: int, num_ranks: int) -> list[str]:
+    """Return in which way the steps differ between replicas, or from those of one process with the same members.
+
+    Args:
+        rows: What all ranks have written.
+        num_replicas: Number of replicas that the data are divided among.
+        num_ranks: Number of ranks of a replica.
+    """
+    by_step: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_step[row.step].append(row)
+    found = [f"step {step} is missing" for step in range(1, max(by_step) + 1) if step not in by_step]
+    for step, group in by_step.items():
+        for name in ("epoch", "batch", "rate", "members", "leader"):
+            values = {getattr(row, name) for row in group}
+            if len(values) > 1:
+                found.append(f"step {step}: {name} is {values}")
+        for rank in range(num_ranks):
+            digests = {row.digest for row in group if row.rank == rank}
+            if len(digests) > 1:
+                found.append(f"step {step}: rank {rank} of the replicas has other weights")
+        ranks = [(row.replica, row.rank) for row in group]
+        if len(set(ranks)) < len(ranks):
+            found.append(f"step {step} was written twice")
+    return found or _differences_from_one_process(by_step, num_replicas, num_ranks)
+
+
+def _differences_from_one_process(by_step: dict[int, list[Row]], num_replicas: int, num_ranks: int) -> list[str]:
+    """Train in one process with the members that each step had, and compare the losses and the learning rates."""
+    pl.seed_everything(1, verbose=False)
+    net = Recorded("").double().net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    schedule, found = schedule_of(optimizer), []
+    num_parts, epoch = num_replicas * num_ranks, -1
+    loaders: dict[int, list[Any]] = {}
+    for step in sorted(by_step):
+        group = by_step[step]
+        if group[0].epoch != epoch:
+            epoch = group[0].epoch
+            loaders = {part: _batches(part, num_parts, epoch) for part in range(num_parts)}
+        losses = {}
+        for replica in group[0].members:
+            for rank in range(num_ranks):
+                part = replica * num_ranks + rank
+                losses[replica, rank] = loss_of(net, loaders[part][group[0].batch])
+        for row in group:
+            expected = losses[row.replica, row.rank].item()
+            if abs(row.loss - expected) > 1e-9 * abs(expected):
+                found.append(f"step {step}, replica {row.replica}: the loss is {row.loss}, and not {expected}")
+        optimizer.zero_grad()
+        torch.stack(list(losses.values())).mean().backward()
+        optimizer.step()
+        schedule.step()
+        if abs(group[0].rate - optimizer.param_groups[0]["lr"]) > 1e-12:
+            found.append(f"step {step}: the learning rate is {group[0].rate}")
+        if len(found) > 5:
+            break
+    return found
+
+
+def _batches(part: int, num_parts: int, epoch: int) -> list[Any]:
+    sampler: Any = DistributedSampler(samples(), num_parts, part, shuffle=False)
+    sampler.set_epoch(epoch)
+    return list(DataLoader(samples(), BATCH_SIZE, sampler=sampler))

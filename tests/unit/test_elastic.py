@@ -1,0 +1,179 @@
+"""Replicas average over those that are there, send their state to one that joins, and refuse what cannot be elastic."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy, NDParallelStrategy
+from lightning_dist.mesh.membership import BehindError, Membership, MembershipOptions, ReplicaRange
+
+os.environ.setdefault("RUST_LOG", "error")  # Torchft reads it when it is imported.
+torchft = pytest.importorskip("torchft", reason="torchft is not installed")
+CPU = torch.device("cpu")
+
+
+class Run:
+    """Hold a coordinator, and the replicas of a run as threads of this process."""
+
+    def __init__(self, largest: int) -> None:
+        from torchft.coordination import LighthouseServer
+
+        self.server = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=500
+        )
+        self.largest = largest
+        self.said: list[str] = []
+        self.replicas: dict[int, Membership] = {}
+        self.threads = ThreadPoolExecutor(8)
+
+    def join(self, index: int, state: dict[str, Any] | None = None, **fingerprint: str) -> Membership:
+        options = MembershipOptions(index, 1, self.largest, self.server.address(), timedelta(seconds=10))
+        replica = Membership(options, CPU, {"code": "1", **fingerprint}, lambda: state or {}, self.said.append)
+        self.replicas[index] = replica
+        replica.join()
+        return replica
+
+    def at_once(self, *calls: Callable[[], Any]) -> list[Any]:
+        """Call functions in threads at the same time, and return their results."""
+        running: list[Future[Any]] = [self.threads.submit(call) for call in calls]
+        return [one.result(30) for one in running]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    found = Run(2)
+    yield found
+    for replica in found.replicas.values():
+        replica.close()
+    found.server.shutdown()
+
+
+def _step(replica: Membership, value: float) -> list[float]:
+    replica.begin_step()
+    means = replica.average(lambda: [torch.full((3,), value), torch.tensor([value], dtype=torch.float64)])
+    return [mean[0].item() for mean in means]
+
+
+def test_means_are_those_over_the_replicas_that_are_there(run: Run) -> None:
+    first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
+    assert first.members == second.members == (0, 1)
+    assert run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 4.0)) == [[2.5, 2.5], [2.5, 2.5]]
+    second.close()
+    assert _step(first, 1.0) == [1.0, 1.0]
+    assert first.members == (0,)
+    assert "Replica 1 left: 1 of 2 replicas train on, and replica 0 logs and writes checkpoints." in run.said
+
+
+def test_a_replica_that_joins_gets_the_state_and_the_leader(run: Run) -> None:
+    weights = torch.arange(4.0)
+    first, second = run.at_once(lambda: run.join(0), lambda: run.join(1, {"weights": weights}))
+    run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
+    first.close()
+    _step(second, 1.0)
+    assert second.is_leader
+    second.notes = {"run": "a"}
+    joined = run.threads.submit(run.join, 0)
+    while second.members != (0, 1):
+        second.begin_step()
+        if second.members == (0, 1):
+            break
+        second.average(lambda: [torch.ones(1)])
+    first = joined.result(30)
+    assert first.received is not None and torch.equal(first.received["weights"], weights)
+    assert first.notes == {"run": "a"} and first.leader == 1
+    assert run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 2.0)) == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def test_a_reduction_that_loses_a_replica_is_repeated_without_it(run: Run) -> None:
+    first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
+    run.at_once(first.begin_step, second.begin_step)
+    made = []
+
+    def make() -> list[Tensor]:
+        made.append(1)
+        return [torch.full((2,), 3.0)]
+
+    waiting = run.threads.submit(first.average, make)
+    second.close()
+    (mean,) = waiting.result(30)
+    assert mean.tolist() == [3.0, 3.0] and len(made) == 2
+    assert first.lost_s > 0
+    assert run.said[-2:] == [
+        "Replica 1 left: 1 of 2 replicas train on, and replica 0 logs and writes checkpoints.",
+        "The gradients of this step are reduced again, so that it is not lost.",
+    ]
+
+
+def test_no_replica_waits_for_one_that_has_given_up() -> None:
+    run = Run(3)
+    first, second, third = replicas = run.at_once(*(lambda index=index: run.join(index) for index in range(3)))
+    run.at_once(*(replica.begin_step for replica in replicas))
+    big = [torch.ones(4_000_000) for _ in range(3)]  # The reduction takes a while, so that it is spoilt in its middle.
+    waiting = [run.threads.submit(one.average, lambda: [tensor.clone() for tensor in big]) for one in (first, second)]
+    time.sleep(0.02)
+    third._group.abort()
+    third.close()
+    begin = time.monotonic()
+    means = [one.result(30) for one in waiting]
+    assert time.monotonic() - begin < 8  # A reduction waits for 10 s.
+    assert all(torch.equal(mean, tensor) for found in means for mean, tensor in zip(found, big, strict=True))
+    for replica in (first, second):
+        replica.close()
+    run.server.shutdown()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_tensors_of_the_leader_are_shared_bit_by_bit(run: Run, dtype: torch.dtype) -> None:
+    values = (torch.randn(5, 3) * 3).to(dtype)
+    first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
+    shared = run.at_once(lambda: first.share([values]), lambda: second.share([torch.zeros_like(values)]))
+    assert all(torch.equal(found, values) for (found,) in shared)
+
+
+def test_other_settings_are_refused(run: Run) -> None:
+    running = [run.threads.submit(run.join, 0), run.threads.submit(lambda: run.join(1, code="2"))]
+    running[0].result(30)
+    with pytest.raises(ValueError, match=r"Replica 1 has code=2, and replica 0, which leads, has 1\. Start all"):
+        running[1].result(30)
+
+
+def test_a_replica_that_has_missed_a_step_must_join_again(run: Run) -> None:
+    first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
+    run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
+    first._manager._step += 1  # As if only this replica had counted a reduction.
+    with pytest.raises(BehindError, match="Replica 1 has missed a step"):
+        run.at_once(second.begin_step, first.begin_step)
+
+
+def test_a_coordinator_that_cannot_be_reached_is_named() -> None:
+    options = MembershipOptions(0, 1, 2, "http://127.0.0.1:9", timedelta(seconds=1))
+    with pytest.raises(ConnectionError, match=r"The coordinator at http://127\.0\.0\.1:9 cannot be reached"):
+        Membership(options, CPU, {}, dict, print)
+
+
+@pytest.mark.parametrize("text", ["2", "3:2", "0:2", "a:b", "2:3:4"])
+def test_ranges_that_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"elastic='{text}': expected the smallest and the largest number"):
+        ReplicaRange.parse(text)
+    with pytest.raises(ValueError, match="expected the smallest"):
+        DataParallelStrategy(elastic=text)
+
+
+def test_one_replica_is_refused() -> None:
+    with pytest.raises(ValueError, match="one replica has no other"):
+        HybridShardStrategy(elastic="1:1")
+
+
+def test_strategies_without_replicas_have_no_such_argument() -> None:
+    assert NDParallelStrategy(elastic="2:3").config.arguments["elastic"] == "2:3"
+    with pytest.raises((TypeError, ValueError), match="elastic"):
+        FullShardStrategy(elastic="2:3")
