@@ -44,9 +44,11 @@ from lightning_dist.cli.messages import shorten
 from lightning_dist.cli.mlflow_pages import how_to_open, run_page
 from lightning_dist.cli.origins import with_origins
 from lightning_dist.cli.save_config import SaveRunConfig
+from lightning_dist.mesh.membership import RANGE
 from lightning_dist.plugins.callbacks import RunProgressBar, StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers.provenance import versions
+from lightning_dist.plugins.strategies import MeshStrategy
 
 _DEFAULT_LOGGER = {"class_path": "lightning_dist.plugins.loggers.MLflowLogger"}
 _SYMBOLIC_PATHS = ("last", "best", "hpc", "auto")
@@ -255,6 +257,11 @@ class TrainerCommand(CommandLine):
         if trains and not config.trainer.barebones and config.trainer.enable_progress_bar is not False:
             _add_missing(callbacks, RunProgressBar(), ProgressBar)
         trainer = super().instantiate_trainer(callbacks=[*callbacks, self._progress], **kwargs)
+        if RANGE in os.environ and not isinstance(trainer.strategy, MeshStrategy):
+            raise ValueError(
+                f"lightning-dist launch --elastic with the strategy {type(trainer.strategy).__name__}, whose replicas do"
+                " not leave and join. Use strategy='data_parallel' or 'hybrid_shard', or leave --elastic out."
+            )
         self._progress.trainer = trainer
         return trainer
 

@@ -180,6 +180,10 @@ def _describe_local(job: Job, options: argparse.Namespace) -> str:
 
 
 def _mistake_of_local(job: Job, options: argparse.Namespace) -> str | None:
+    if job.elastic is not None and job.words and not job.is_script and job.words[0] != "fit":
+        return (
+            f"--elastic={job.elastic} with {job.words[0]!r}: only a fit has replicas that leave and join. Leave it out."
+        )
     if job.num_nodes > 1:
         return (
             f"--nodes={job.nodes}, but --on=local starts the processes of this node alone. Give --on torchrun"

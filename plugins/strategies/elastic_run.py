@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_dist.mesh.membership import (
@@ -26,6 +27,7 @@ from lightning_dist.mesh.membership import (
     leave,
 )
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.callbacks.noise_scale import GradientNoiseScale
 from lightning_dist.plugins.strategies.host import Host
 from lightning_dist.plugins.strategies.logged_runs import continue_logging, runs_of
 from lightning_dist.plugins.strategies.run_checkpoints import RunCheckpoints
@@ -112,13 +114,19 @@ class ElasticRun:
             _compat.set_rank_zero(self._host.global_rank)
 
     def check(self) -> None:
-        """Refuse a schedule that follows a metric, which each replica computes from data of its own.
+        """Refuse schedules that follow a metric, and optimizers whose states cannot be sent to a replica that joins.
 
         Raises:
-            MisconfigurationException: If there is one.
+            MisconfigurationException: If there is such a schedule or optimizer.
         """
         if self._membership is None:
             return
+        if self._checkpoints.has_owners_of_states and self._host.world_size > 1:
+            raise MisconfigurationException(
+                "elastic with optimizers that step on whole parameters (see optimizer_step): each of their states is on"
+                " one rank, and is not sent to a replica that joins. Use optimizer_step='shards' if the optimizer"
+                " allows it, or one rank for each replica."
+            )
         for config in self._host.trainer.strategy.lr_scheduler_configs:
             if isinstance(config.scheduler, ReduceLROnPlateau):
                 raise MisconfigurationException(
@@ -142,6 +150,10 @@ class ElasticRun:
     @staticmethod
     def _refuse_own_metrics(trainer: Trainer) -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, GradientNoiseScale) for callback in callbacks):
+            raise MisconfigurationException(
+                "elastic with GradientNoiseScale: it sees the gradients of one replica only. Leave the callback out."
+            )
         if any(isinstance(callback, EarlyStopping) for callback in callbacks):
             raise MisconfigurationException(
                 "elastic with EarlyStopping: each replica computes metrics of its own, so that only some of them would"
@@ -169,10 +181,23 @@ class ElasticRun:
             self._membership.notes = runs_of(self._host.trainer)
 
     def process_dataloader(self, dataloader: object) -> None:
-        """Let workers of the loaders of different replicas draw different random numbers."""
-        if self._membership is not None:
-            first = self._membership.options.index * self._host.layout.num_data_parallel
-            _compat.seed_workers_by(dataloader, first + self._host.layout.data_parallel_rank(self._host.global_rank))
+        """Let workers of the loaders of different replicas draw different random numbers.
+
+        Warn if a training loader is not divided among the replicas, as far as this is known.
+        """
+        if self._membership is None:
+            return
+        trainer, layout = self._host.trainer, self._host.layout
+        first = self._membership.options.index * layout.num_data_parallel
+        _compat.seed_workers_by(dataloader, first + layout.data_parallel_rank(self._host.global_rank))
+        sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+        parts = layout.num_data_parallel * self._membership.options.largest
+        if trainer.training and getattr(sampler, "num_replicas", None) != parts:
+            rank_zero_warn(
+                f"elastic: the training loader ({type(dataloader).__name__}) divides its samples itself. It must divide"
+                f" them into {parts} parts by trainer.distributed_sampler_kwargs, because trainer.world_size counts the"
+                " ranks of one replica; otherwise all replicas train on the same samples."
+            )
 
     # The state that a replica is given that joins
 

@@ -249,6 +249,11 @@ class RunCheckpoints:
                 states.add_remote_state(checkpoint[key])
         return checkpoint
 
+    @property
+    def has_owners_of_states(self) -> bool:
+        """Return whether an optimizer keeps the states of each parameter on one rank."""
+        return any(self._owners.own_states(optimizer) is not None for optimizer in self._host.optimizers)
+
     def to_replica(self) -> dict[str, Any]:
         """Return this rank's state of a fit for another replica, with the tensors of the run themselves.
 

@@ -289,6 +289,14 @@ def test_resuming_from_a_file_warns_if_its_hyperparameters_override_those_given(
     assert Net.trainers[1].global_step == 6
 
 
+def test_strategies_of_lightning_are_not_elastic(
+    command: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIGHTNING_DIST_ELASTIC", "1:2")
+    assert command("fit", strategy="ddp", devices=1) == 2
+    assert "--elastic with the strategy DDPStrategy, whose replicas do not leave and join." in capfd.readouterr().err
+
+
 def test_a_fit_goes_on_from_the_checkpoint_of_a_script(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False, barebones=False)
     trainer.fit(Net(dim=5), Data(dim=5))

@@ -143,6 +143,7 @@ def test_command_of_torchrun(
         ("--devices 2 --elastic 1:1 -- fit", "argument --elastic: '1:1': one replica has no other"),
         ("--devices 2 --heartbeat 2 -- fit", "--heartbeat=2: expected a number above 0, beside --elastic."),
         ("--devices 2 --elastic 1:2 --heartbeat 0 -- fit", "--heartbeat=0: expected a number above 0"),
+        ("--devices 2 --elastic 1:2 -- validate", "--elastic=1:2 with 'validate': only a fit has replicas that"),
         ("--on slurm --devices 2 --elastic 1:2 -- fit", "--elastic=1:2 belongs to --on local; --on=slurm does not"),
         ("--on flux --devices 2 -- fit", "invalid choice: 'flux' (choose from 'local', 'torchrun', 'slurm', 'ray')"),
     ],

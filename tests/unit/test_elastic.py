@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,14 +15,19 @@ import torch
 from torch import Tensor
 
 from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy, NDParallelStrategy
+from lightning_dist.compression import LocalSGD
+from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.mesh.membership import BehindError, Membership, MembershipOptions, ReplicaRange
+from lightning_dist.parallelize import options_from
+from lightning_dist.techniques.elastic import ElasticOptions
+from lightning_dist.techniques.options import Fit, Run
 
 os.environ.setdefault("RUST_LOG", "error")  # Torchft reads it when it is imported.
 torchft = pytest.importorskip("torchft", reason="torchft is not installed")
 CPU = torch.device("cpu")
 
 
-class Run:
+class Replicas:
     """Hold a coordinator, and the replicas of a run as threads of this process."""
 
     def __init__(self, largest: int) -> None:
@@ -49,8 +55,8 @@ class Run:
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    found = Run(2)
+def run() -> Iterator[Replicas]:
+    found = Replicas(2)
     yield found
     for replica in found.replicas.values():
         replica.close()
@@ -63,7 +69,7 @@ def _step(replica: Membership, value: float) -> list[float]:
     return [mean[0].item() for mean in means]
 
 
-def test_means_are_those_over_the_replicas_that_are_there(run: Run) -> None:
+def test_means_are_those_over_the_replicas_that_are_there(run: Replicas) -> None:
     first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
     assert first.members == second.members == (0, 1)
     assert run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 4.0)) == [[2.5, 2.5], [2.5, 2.5]]
@@ -73,7 +79,7 @@ def test_means_are_those_over_the_replicas_that_are_there(run: Run) -> None:
     assert "Replica 1 left: 1 of 2 replicas train on, and replica 0 logs and writes checkpoints." in run.said
 
 
-def test_a_replica_that_joins_gets_the_state_and_the_leader(run: Run) -> None:
+def test_a_replica_that_joins_gets_the_state_and_the_leader(run: Replicas) -> None:
     weights = torch.arange(4.0)
     first, second = run.at_once(lambda: run.join(0), lambda: run.join(1, {"weights": weights}))
     run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
@@ -93,7 +99,7 @@ def test_a_replica_that_joins_gets_the_state_and_the_leader(run: Run) -> None:
     assert run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 2.0)) == [[1.5, 1.5], [1.5, 1.5]]
 
 
-def test_a_reduction_that_loses_a_replica_is_repeated_without_it(run: Run) -> None:
+def test_a_reduction_that_loses_a_replica_is_repeated_without_it(run: Replicas) -> None:
     first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
     run.at_once(first.begin_step, second.begin_step)
     made = []
@@ -114,7 +120,7 @@ def test_a_reduction_that_loses_a_replica_is_repeated_without_it(run: Run) -> No
 
 
 def test_no_replica_waits_for_one_that_has_given_up() -> None:
-    run = Run(3)
+    run = Replicas(3)
     first, second, third = replicas = run.at_once(*(lambda index=index: run.join(index) for index in range(3)))
     run.at_once(*(replica.begin_step for replica in replicas))
     big = [torch.ones(4_000_000) for _ in range(3)]  # The reduction takes a while, so that it is spoilt in its middle.
@@ -132,21 +138,21 @@ def test_no_replica_waits_for_one_that_has_given_up() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_tensors_of_the_leader_are_shared_bit_by_bit(run: Run, dtype: torch.dtype) -> None:
+def test_tensors_of_the_leader_are_shared_bit_by_bit(run: Replicas, dtype: torch.dtype) -> None:
     values = (torch.randn(5, 3) * 3).to(dtype)
     first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
     shared = run.at_once(lambda: first.share([values]), lambda: second.share([torch.zeros_like(values)]))
     assert all(torch.equal(found, values) for (found,) in shared)
 
 
-def test_other_settings_are_refused(run: Run) -> None:
+def test_other_settings_are_refused(run: Replicas) -> None:
     running = [run.threads.submit(run.join, 0), run.threads.submit(lambda: run.join(1, code="2"))]
     running[0].result(30)
     with pytest.raises(ValueError, match=r"Replica 1 has code=2, and replica 0, which leads, has 1\. Start all"):
         running[1].result(30)
 
 
-def test_a_replica_that_has_missed_a_step_must_join_again(run: Run) -> None:
+def test_a_replica_that_has_missed_a_step_must_join_again(run: Replicas) -> None:
     first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
     run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
     first._manager._step += 1  # As if only this replica had counted a reduction.
@@ -177,3 +183,41 @@ def test_strategies_without_replicas_have_no_such_argument() -> None:
     assert NDParallelStrategy(elastic="2:3").config.arguments["elastic"] == "2:3"
     with pytest.raises((TypeError, ValueError), match="elastic"):
         FullShardStrategy(elastic="2:3")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arguments", "message"),
+    [
+        ({"pp": 2}, {}, "replicas that leave and join are not supported with pipelines. Leave elastic out, or set pp_"),
+        ({"tp": 2}, {}, "are not supported with tensor parallelism. Leave elastic out, or set tp_size=1"),
+        ({"cp": 2}, {}, "are not supported with context parallelism"),
+        ({"dp_shard": 2, "ep": 2}, {}, "distributed experts are not supported"),
+        ({}, {"compression": "bf16"}, "and compression='bf16': gradients are reduced between replicas as they are"),
+        ({}, {"sync": LocalSGD(4)}, "and sync='LocalSGD every 4 steps': replicas reduce their gradients in every step"),
+        ({}, {"step_in_backward": True}, "and step_in_backward='True': gradients are reduced between replicas when"),
+        ({}, {"offload": "optimizer"}, "and offload='optimizer': a replica that joins is given"),
+        ({}, {"check_replicas_every_n_steps": 2}, "and check_replicas_every_n_steps='2': only the replicas of one job"),
+        ({}, {}, "LIGHTNING_DIST_REPLICA and TORCHFT_LIGHTHOUSE are not set in the environment. Start the run by"),
+    ],
+)
+def test_what_cannot_be_elastic(sizes: dict[str, int], arguments: dict[str, Any], message: str) -> None:
+    options = options_from({"elastic": "2:3", **arguments})
+    run = Run("nd_parallel", ParallelLayout(**sizes), "cpu", 2, "32-true", False, False)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        options.of(ElasticOptions).check(run, options)
+    assert str(error.value).startswith("elastic='2:3' with strategy 'nd_parallel'")
+
+
+def test_the_launcher_says_which_replica_a_process_belongs_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ELASTIC", "2:3"), ("REPLICA", "3")):
+        monkeypatch.setenv(f"LIGHTNING_DIST_{name}", value)
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:9")
+    options = options_from({})
+    run = Run("data_parallel", ParallelLayout(), "cpu", 1, "32-true", False, False)
+    with pytest.raises(ValueError, match=r"LIGHTNING_DIST_REPLICA='3' in the environment: expected .* from 0 to 2\."):
+        options.of(ElasticOptions).check(run, options)
+    monkeypatch.setenv("LIGHTNING_DIST_REPLICA", "2")
+    options.of(ElasticOptions).check(run, options)
+    manual = Fit("Gan", False, 1, False, None, "", lambda names: [])
+    with pytest.raises(ValueError, match="with automatic_optimization = False in Gan: replicas agree once in each"):
+        options.of(ElasticOptions).check_fit(run, manual, options)

@@ -64,12 +64,16 @@ class ElasticOptions(TechniqueOptions):
             raise ValueError(
                 f"{asked} on {layout}: distributed experts are not supported. Leave elastic out, or use ep_size=1."
             )
-        for name in ("compression", "sync", "step_in_backward"):
-            if arguments.get(name):
-                raise ValueError(
-                    f"{asked} and {name}={str(arguments[name])!r}: gradients are reduced between replicas when the"
-                    f" backward has ended. Leave {name} or elastic out."
-                )
+        reasons = {
+            "compression": "gradients are reduced between replicas as they are",
+            "sync": "replicas reduce their gradients in every step",
+            "step_in_backward": "gradients are reduced between replicas when the backward has ended",
+            "offload": "a replica that joins is given the states of optimizers from the device",
+            "check_replicas_every_n_steps": "only the replicas of one job would be compared",
+        }
+        for name, reason in reasons.items():
+            if arguments.is_given(name):
+                raise ValueError(f"{asked} and {name}={str(arguments[name])!r}: {reason}. Leave {name} or elastic out.")
         missing = [name for name in (REPLICA, COORDINATOR) if not os.environ.get(name)]
         if missing:
             raise ValueError(

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist.mesh.membership import current_membership
+
 __all__ = ["LossWeights"]
 
 
@@ -33,8 +35,8 @@ class LossWeights:
             steps_in_backward: Whether optimizers update parameters in the backward, so that no loss can have a weight.
 
         Raises:
-            ValueError: If the weight is negative or not finite, only some microbatches of a step have one, or the
-                optimizers step before the sum of the weights is known.
+            ValueError: If the weight is negative or not finite, only some microbatches of a step have one, the
+                optimizers step before the sum of the weights is known, or replicas leave and join the run.
         """
         self._current = None
         if not isinstance(output, Mapping) or output.get("weight") is None:
@@ -49,6 +51,11 @@ class LossWeights:
                 "step_in_backward=True with a training_step that returns {'loss': ..., 'weight': ...}: gradients are"
                 " divided by the sum of all weights after the backward, when the optimizer has stepped already. Leave"
                 " one of the two out."
+            )
+        if current_membership() is not None:
+            raise ValueError(
+                "elastic with a training_step that returns {'loss': ..., 'weight': ...}: the sum of the weights is known"
+                " inside a replica only. Leave one of the two out."
             )
         weight = torch.as_tensor(output["weight"], dtype=torch.float64, device=device).detach()
         if not bool(torch.isfinite(weight)) or bool(weight < 0):
