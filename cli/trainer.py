@@ -259,8 +259,8 @@ class TrainerCommand(CommandLine):
         trainer = super().instantiate_trainer(callbacks=[*callbacks, self._progress], **kwargs)
         if RANGE in os.environ and not isinstance(trainer.strategy, MeshStrategy):
             raise ValueError(
-                f"lightning-dist launch --elastic with the strategy {type(trainer.strategy).__name__}, whose replicas do"
-                " not leave and join. Use strategy='data_parallel' or 'hybrid_shard', or leave --elastic out."
+                f"lightning-dist launch --elastic with the strategy {type(trainer.strategy).__name__}, whose replicas"
+                " do not leave and join. Use strategy='data_parallel' or 'hybrid_shard', or leave --elastic out."
             )
         self._progress.trainer = trainer
         return trainer

@@ -54,8 +54,8 @@ class LossWeights:
             )
         if current_membership() is not None:
             raise ValueError(
-                "elastic with a training_step that returns {'loss': ..., 'weight': ...}: the sum of the weights is known"
-                " inside a replica only. Leave one of the two out."
+                "elastic with a training_step that returns {'loss': ..., 'weight': ...}: the sum of the weights is"
+                " known inside a replica only. Leave one of the two out."
             )
         weight = torch.as_tensor(output["weight"], dtype=torch.float64, device=device).detach()
         if not bool(torch.isfinite(weight)) or bool(weight < 0):
