@@ -57,8 +57,8 @@ class ElasticRun:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this process's replica logs and writes checkpoints."""
-        return self._membership is None or self._membership.is_leader
+        """Return whether this process's replica logs and writes checkpoints, or did so when it left the run."""
+        return self._was_leader if self._membership is None else self._membership.is_leader
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -88,7 +88,8 @@ class ElasticRun:
             ModuleNotFoundError: If torchft is not installed.
         """
         leave()
-        self._membership = None
+        self._membership, self._was_leader = None, True
+        _compat.set_rank_zero(self._host.global_rank)
         replicas = ReplicaRange.asked(self._host.config.arguments["elastic"])
         if replicas is None or self._host.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -109,9 +110,9 @@ class ElasticRun:
     def leave(self) -> None:
         """Leave the run at its end."""
         if self._membership is not None:
+            self._was_leader = self._membership.is_leader
             leave()
             self._membership = None
-            _compat.set_rank_zero(self._host.global_rank)
 
     def check(self) -> None:
         """Refuse schedules that follow a metric, and optimizers whose states cannot be sent to a replica that joins.
