@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import median
 
 import psutil
+from mlflow import MlflowClient
 
-from tests.elastic.training import Row, configure, mistakes_in, rows_of
+from tests.elastic.training import Row, configure, mistakes_in, rows_of, store_of
 
 _SECONDS = 240.0
 """The longest time that a scenario waits for something."""
@@ -32,17 +33,17 @@ class Training:
         ranks: Number of ranks of each replica.
         heartbeat: Seconds after which a replica without a sign of life is left out.
         seconds: Time that each step takes in addition.
-        smallest: Number of replicas without which no step begins.
+        logs: Whether the training logs to MLflow.
     """
 
     def __init__(
-        self, folder: Path, replicas: int, ranks: int, heartbeat: float, seconds: float, smallest: int = 1
+        self, folder: Path, replicas: int, ranks: int, heartbeat: float, seconds: float, logs: bool = False
     ) -> None:
         self.folder, self.ranks = folder, ranks
         self.everyone = tuple(range(replicas))
         strategy = "data_parallel" if ranks == 1 else "hybrid_shard"
-        configuration = configure(folder, strategy, max_steps=1_000_000, seconds=seconds)
-        words = ["launch", f"--devices={ranks}", f"--elastic={smallest}:{replicas}", "--max-restarts=9999"]
+        configuration = configure(folder, strategy, max_steps=1_000_000, seconds=seconds, logs=logs)
+        words = ["launch", f"--devices={ranks}", f"--elastic=1:{replicas}", "--max-restarts=9999"]
         words += [f"--heartbeat={heartbeat}", f"--logs={folder / 'logs'}", "--", "fit", "-c", str(configuration)]
         with (folder / "launch.txt").open("w") as output:
             self.launch = subprocess.Popen(
@@ -162,7 +163,7 @@ def two_at_once(training: Training) -> str:
 
 
 def the_leader(training: Training) -> str:
-    """Kill the replica that logs and writes checkpoints, and let another one write some."""
+    """Kill the replica that logs and writes checkpoints, and let another one write some and go on with the same run."""
     training.until_all_train()
     leader = training.latest()[0].leader
     at = training.kill(next(row for row in training.latest() if row.replica == leader))
@@ -170,7 +171,17 @@ def the_leader(training: Training) -> str:
     before = set((training.folder / "checkpoints").iterdir())
     training.until(lambda _: bool(set((training.folder / "checkpoints").iterdir()) - before))
     training.until_all_train(at)
-    return training.check()
+    last = max(row.step for row in training.rows())
+    training.until(lambda rows: max(row.step for row in rows) > last + 20)
+    result = training.check()
+    client = MlflowClient(store_of(training.folder))
+    found = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    assert len(found) == 1, f"{len(found)} runs were logged, and not 1"
+    figures = client.get_metric_history(found[0].info.run_id, "elastic/replicas")
+    steps = [figure.step for figure in figures]
+    assert steps == list(range(9, steps[-1] + 1, 10)) and steps[-1] > last, f"the run has the steps {steps}"
+    assert {figure.value for figure in figures} == {len(training.everyone) - 1.0, len(training.everyone)}
+    return f"{result}, in one run of MLflow"
 
 
 def during_the_return(training: Training) -> str:
@@ -271,7 +282,8 @@ def main() -> int:
     failed = 0
     for name, function in todo:
         begin = time.monotonic()
-        with Training(folder / name, options.replicas, options.ranks, options.heartbeat, options.seconds) as training:
+        sizes = options.replicas, options.ranks, options.heartbeat, options.seconds
+        with Training(folder / name, *sizes, logs=name == "the_leader") as training:
             try:
                 result = function(training)
             except AssertionError as error:

@@ -32,7 +32,8 @@ trainer:
   precision: 64-true
   strategy: {strategy}
   max_steps: {max_steps}
-  logger: false
+  logger: {logger}
+  log_every_n_steps: 10
   default_root_dir: {folder}
   enable_progress_bar: false
   enable_model_summary: false
@@ -143,11 +144,28 @@ def samples() -> TensorDataset:
     return TensorDataset(inputs, inputs[:, 0].gt(inputs[:, 1]).long())
 
 
-def configure(folder: Path, strategy: str, max_steps: int, seconds: float = 0.0) -> Path:
-    """Write the configuration of a training into an empty folder."""
+def store_of(folder: Path) -> str:
+    """Return the URI of the MLflow store of a training in ``folder``."""
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def configure(folder: Path, strategy: str, max_steps: int, seconds: float = 0.0, logs: bool = False) -> Path:
+    """Write the configuration of a training into an empty folder.
+
+    Args:
+        folder: Folder of the training.
+        strategy: Name of the strategy.
+        max_steps: Number of steps.
+        seconds: Time that each step takes in addition.
+        logs: Whether the training logs to the store of :func:`store_of`.
+    """
     folder.mkdir(parents=True)
     path = folder / "my.yaml"
-    path.write_text(_CONFIGURATION.format(folder=folder, strategy=strategy, max_steps=max_steps, seconds=seconds))
+    options = f"{{tracking_uri: '{store_of(folder)}', save_dir: {folder}/mlruns}}"
+    logger = f"{{class_path: lightning_dist.plugins.loggers.MLflowLogger, init_args: {options}}}" if logs else "false"
+    path.write_text(
+        _CONFIGURATION.format(folder=folder, strategy=strategy, max_steps=max_steps, seconds=seconds, logger=logger)
+    )
     return path
 
 
