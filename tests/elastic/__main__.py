@@ -168,8 +168,8 @@ def the_leader(training: Training) -> str:
     leader = training.latest()[0].leader
     at = training.kill(next(row for row in training.latest() if row.replica == leader))
     training.until(lambda rows: any(row.at > at and row.leader != leader for row in rows))
-    before = set((training.folder / "checkpoints").iterdir())
-    training.until(lambda _: bool(set((training.folder / "checkpoints").iterdir()) - before))
+    before = set(training.folder.glob("checkpoints/*.ckpt"))
+    training.until(lambda _: bool(set(training.folder.glob("checkpoints/*.ckpt")) - before))
     training.until_all_train(at)
     last = max(row.step for row in training.rows())
     training.until(lambda rows: max(row.step for row in rows) > last + 20)
