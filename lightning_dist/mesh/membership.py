@@ -45,6 +45,9 @@ _CONNECT_S = 10.0
 _RETRIES = 1_000_000
 """How often torchft connects again to a coordinator that has ended; otherwise it uses the lost connection for ever."""
 
+_TRANSFER_S = 600.0
+"""Seconds that the state of a run may take to a replica that joins."""
+
 _NOTES_BYTES = 4096
 
 _POLL_S = 0.1
@@ -124,7 +127,7 @@ class MembershipOptions:
     smallest: int
     largest: int
     coordinator: str
-    timeout: timedelta = timedelta(seconds=60)
+    timeout: timedelta = timedelta(seconds=10)
 
 
 class Membership:
@@ -186,7 +189,7 @@ class Membership:
                 state_dict=self._send,
                 min_replica_size=1,  # The coordinator knows how many there must be.
                 use_async_quorum=False,  # Parameters are not gathered while another replica reads them.
-                timeout=options.timeout,
+                timeout=timedelta(seconds=_TRANSFER_S),
                 quorum_timeout=timedelta(seconds=_REMINDER_S),
                 connect_timeout=timedelta(seconds=_CONNECT_S),
                 rank=self._rank,
@@ -295,9 +298,11 @@ class Membership:
         while True:
             begin = time.perf_counter()
             tensors = make()
-            for work in [self._manager.allreduce(tensor, reduce_op=operation) for tensor in tensors]:
+            running = [self._manager.allreduce(tensor, reduce_op=operation) for tensor in tensors]
+            for work in running:
                 work.wait()
                 if self._manager.errored():
+                    running.clear()
                     self._group.abort()  # Replicas that wait for this one, and not for the lost one, fail as well.
                     break
             is_counted = self._manager.should_commit()

@@ -37,8 +37,8 @@ __all__ = ["RUNNING_REPLICA", "ElasticRun"]
 RUNNING_REPLICA = "another replica of this run"
 """What a run resumes from, in place of the path of a checkpoint, if it joins others that train already."""
 
-_GRACE_S = 60.0
-"""Seconds for which a reduction waits for a replica whose node has vanished without closing its connections."""
+_GRACE_S = 10.0
+"""Seconds for which a reduction waits for another replica before it is repeated, possibly without that one."""
 
 
 class ElasticRun:
