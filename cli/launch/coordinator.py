@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import time
 
-from torchft.coordination import LighthouseServer
-
 from lightning_dist.cli.launch.rank import end_with_parent
 
 _SECONDS_TO_JOIN = 600
@@ -21,6 +19,8 @@ def run(address: str, smallest: int, heartbeat_ms: int) -> None:
         smallest: Number of replicas without which no step begins.
         heartbeat_ms: Milliseconds after which a replica that sends no sign of life is left out.
     """
+    from torchft.coordination import LighthouseServer
+
     end_with_parent()
     server = LighthouseServer(
         bind=address,
