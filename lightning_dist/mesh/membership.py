@@ -153,8 +153,6 @@ class Membership:
         say: Callable[[str], None],
     ) -> None:
         os.environ.setdefault("RUST_LOG", "error")  # Otherwise torchft writes several lines in each step.
-        from torchft import Manager
-
         # Torchft logs each reduction that fails with its traceback; what has happened is said in one sentence below.
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         self.options = options
@@ -180,10 +178,20 @@ class Membership:
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._fingerprint_of_leader: dict[str, str] = {}
         self._is_in_quorum = self._has_received_again = False
+        self._group = _make_group(device, options.timeout)
+        self._manager = self._make_manager()
+
+    def _make_manager(self) -> Manager:
+        """Connect to the coordinator. This is a collective over the ranks of this replica.
+
+        Raises:
+            ConnectionError: If it cannot be reached.
+        """
+        from torchft import Manager
+
         host, port, self._store = _make_store(self._rank)
-        self._group = _make_group(device, options.timeout, self._num_ranks)
         try:
-            self._manager: Manager = Manager(
+            return Manager(
                 pg=self._group,
                 load_state_dict=self._receive,
                 state_dict=self._send,
@@ -196,16 +204,16 @@ class Membership:
                 world_size=self._num_ranks,
                 store_addr=host,
                 store_port=port,
-                lighthouse_addr=options.coordinator,
-                replica_id=str(options.index),
+                lighthouse_addr=self.options.coordinator,
+                replica_id=str(self.options.index),
                 hostname=host,
                 init_sync=False,
                 quorum_retries=_RETRIES,
             )
         except Exception as error:
             raise ConnectionError(
-                f"The coordinator at {options.coordinator} cannot be reached: {error}. lightning-dist launch --elastic"
-                " starts it; check that it runs, and that this node reaches its port."
+                f"The coordinator at {self.options.coordinator} cannot be reached: {error}. lightning-dist launch"
+                " --elastic starts it; check that it runs, and that this node reaches its port."
             ) from error
 
     # Joining and leaving
@@ -239,7 +247,10 @@ class Membership:
         """
         if self._is_in_quorum:  # This is the first step, or the last one was not reduced, as in manual accumulation.
             return
+        begin, before = time.perf_counter(), self.members
         self._find_members()
+        if set(before) - set(self.members):
+            self.lost_s += time.perf_counter() - begin
         self._refuse_to_fall_behind()
 
     def _refuse_to_fall_behind(self) -> None:
@@ -299,12 +310,14 @@ class Membership:
             begin = time.perf_counter()
             tensors = make()
             running = [self._manager.allreduce(tensor, reduce_op=operation) for tensor in tensors]
-            for work in running:
-                work.wait()
-                if self._manager.errored():
+            while running:
+                running.pop(0).wait()
+                if (error := self._manager.errored()) is not None:
+                    # Replicas that wait for this one, and not for the lost one, fail once the connections are closed,
+                    # which they are when nothing holds the reductions any more.
+                    error.original_exception.with_traceback(None)
                     running.clear()
-                    self._group.abort()  # Replicas that wait for this one, and not for the lost one, fail as well.
-                    break
+                    self._group.abort()
             is_counted = self._manager.should_commit()
             self._is_in_quorum = False
             if is_counted:
@@ -323,7 +336,7 @@ class Membership:
             try:
                 self._manager.start_quorum(shrink_only=not may_grow)
                 break
-            except Exception as error:  # Too few replicas are there, or the coordinator does not answer.
+            except (TimeoutError, RuntimeError) as error:  # Too few replicas are there, or nobody answers.
                 waited_s = time.perf_counter() - begin
                 if waited_s >= next_reminder_s:
                     next_reminder_s = waited_s + _REMINDER_S
@@ -427,7 +440,7 @@ def _make_store(rank: int) -> tuple[str, int, object]:
     return *address, store
 
 
-def _make_group(device: torch.device, timeout: timedelta, num_ranks: int) -> ProcessGroup:
+def _make_group(device: torch.device, timeout: timedelta) -> ProcessGroup:
     """Return a process group over replicas, which can be made again for others; it knows the ranks in it."""
     from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
