@@ -44,7 +44,7 @@ from lightning_dist.cli.messages import shorten
 from lightning_dist.cli.mlflow_pages import how_to_open, run_page
 from lightning_dist.cli.origins import with_origins
 from lightning_dist.cli.save_config import SaveRunConfig
-from lightning_dist.mesh.membership import RANGE
+from lightning_dist.mesh.replica_range import RANGE
 from lightning_dist.plugins.callbacks import RunProgressBar, StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers.provenance import versions

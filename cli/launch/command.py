@@ -13,6 +13,7 @@ from lightning_dist.cli.arguments import ArgumentParser
 from lightning_dist.cli.errors import BAD_CONFIGURATION, print_error
 from lightning_dist.cli.launch import ray, slurm, torchrun
 from lightning_dist.cli.launch.job import TRAINER_COMMANDS, Job, Launcher, value_of
+from lightning_dist.mesh.replica_range import ReplicaRange
 
 _DESCRIPTION = """\
 Start a run on the devices of this node, on several nodes, or as a job of SLURM or Ray. What follows the two hyphens is
@@ -168,15 +169,11 @@ def _nodes(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(":")))
 
 
-def _replicas(text: str) -> str:
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected MIN:MAX, the numbers of replicas, such as 2:3")
-    if int(match[2]) == 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: one replica has no other that trains on while it is away; give --max-restarts instead"
-        )
-    return text
+def _replicas(text: str) -> ReplicaRange:
+    try:
+        return ReplicaRange.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("elastic=")) from error
 
 
 def _on_gpu(options: argparse.Namespace, words: list[str]) -> bool:

@@ -20,12 +20,11 @@ from lightning_dist.cli.errors import TRAINING_FAILED, print_error
 from lightning_dist.cli.launch.failure import Failure, attempt_folder, first_error
 from lightning_dist.cli.launch.job import Job, python_words
 from lightning_dist.cli.launch.rank import FINAL, FOLDER, STOPPED
+from lightning_dist.mesh.replica_range import COORDINATOR, RANGE, REPLICA, ReplicaRange
 
 _POLL_S = 0.02
 _SECONDS_TO_STOP = 300
 """Time that ranks have to save a checkpoint after a signal, before they are killed."""
-
-_RANGE, _REPLICA, _COORDINATOR = "LIGHTNING_DIST_ELASTIC", "LIGHTNING_DIST_REPLICA", "TORCHFT_LIGHTHOUSE"
 
 
 @dataclass
@@ -45,15 +44,15 @@ class _Replica:
     end: int | None = None
 
 
-def describe(job: Job, replicas: str, heartbeat_s: float) -> str:
+def describe(job: Job, replicas: ReplicaRange, heartbeat_s: float) -> str:
     """Return what is started, for ``--dry-run``."""
-    smallest, largest = replicas.split(":")
-    coordinator = ["python", "-m", "lightning_dist.cli.launch.coordinator", "127.0.0.1:PORT", smallest]
+    coordinator = ["python", "-m", "lightning_dist.cli.launch.coordinator", "127.0.0.1:PORT", str(replicas.smallest)]
     return (
         f"# The coordinator, which leaves a replica out after {heartbeat_s:g} s without a sign of life:\n"
         f"{shlex.join([*coordinator, str(round(heartbeat_s * 1000))])}\n"
-        f"# Each of {job.num_devices} ranks of each of {largest} replicas, with their numbers in the environment:\n"
-        f"{_RANGE}={replicas} {_REPLICA}=INDEX {_COORDINATOR}=http://127.0.0.1:PORT {FOLDER}={job.logs}/replica_INDEX"
+        f"# Each of {job.num_devices} ranks of each of {replicas.largest} replicas, with their numbers in the"
+        " environment:\n"
+        f"{RANGE}={replicas} {REPLICA}=INDEX {COORDINATOR}=http://127.0.0.1:PORT {FOLDER}={job.logs}/replica_INDEX"
         f" {shlex.join(['python', *python_words(job)])}"
     )
 
@@ -63,17 +62,16 @@ class ElasticLaunch:
 
     Args:
         job: The job; its devices are those of one replica.
-        smallest: Number of replicas without which no step begins.
-        largest: Number of replicas that are started.
+        replicas: Number of replicas without which no step begins, and of those that are started.
         heartbeat_s: Seconds after which a replica that sends no sign of life is left out.
     """
 
-    def __init__(self, job: Job, smallest: int, largest: int, heartbeat_s: float) -> None:
+    def __init__(self, job: Job, replicas: ReplicaRange, heartbeat_s: float) -> None:
         self._job = job
-        self._smallest, self._largest = smallest, largest
+        self._range = replicas
         self._heartbeat_s = heartbeat_s
         self._restarts_left = job.max_restarts
-        self._replicas = [_Replica(index) for index in range(largest)]
+        self._replicas = [_Replica(index) for index in range(replicas.largest)]
         self._spares: list[subprocess.Popen[str]] = []
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._address = f"127.0.0.1:{_free_port()}"
@@ -132,9 +130,9 @@ class ElasticLaunch:
                 "TORCHELASTIC_RUN_ID": f"replica_{replica.index}",
                 "TORCHELASTIC_RESTART_COUNT": str(replica.attempt),
                 FOLDER: str(self._job.logs / f"replica_{replica.index}"),
-                _RANGE: f"{self._smallest}:{self._largest}",
-                _REPLICA: str(replica.index),
-                _COORDINATOR: f"http://{self._address}",
+                RANGE: str(self._range),
+                REPLICA: str(replica.index),
+                COORDINATOR: f"http://{self._address}",
             }
             if self._job.on_gpu:
                 first = replica.index * size
@@ -153,7 +151,7 @@ class ElasticLaunch:
 
     @property
     def _num_threads(self) -> int:
-        return max((os.cpu_count() or 1) // (self._job.num_devices * self._largest), 1)
+        return max((os.cpu_count() or 1) // (self._job.num_devices * self._range.largest), 1)
 
     def _look_after(self, replica: _Replica) -> None:
         """End a replica of which a process has failed, and start it again if it may be."""
@@ -186,10 +184,10 @@ class ElasticLaunch:
         else:
             self._end(replica, TRAINING_FAILED, failed)
             running = sum(one.end is None for one in self._replicas)
-            if running < self._smallest and not any(one.end == 0 for one in self._replicas):
+            if running < self._range.smallest and not any(one.end == 0 for one in self._replicas):
                 print_error(
-                    f"{running} of {self._largest} replicas are left, and at least {self._smallest} must train. All are"
-                    " ended.",
+                    f"{running} of {self._range.largest} replicas are left, and at least {self._range.smallest} must"
+                    " train. All are ended.",
                     prefix="launch: ",
                 )
                 self._end_others(TRAINING_FAILED)
@@ -225,7 +223,7 @@ class ElasticLaunch:
         heartbeat = str(round(self._heartbeat_s * 1000))
         with (self._job.logs / "coordinator.err").open("a") as output:
             self._coordinator = subprocess.Popen(
-                [sys.executable, "-m", module, self._address, str(self._smallest), heartbeat],
+                [sys.executable, "-m", module, self._address, str(self._range.smallest), heartbeat],
                 stdout=output,
                 stderr=output,
                 env={"RUST_LOG": "warn", **os.environ},

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dist.cli.errors import closest
+from lightning_dist.mesh.replica_range import ReplicaRange
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict", "check", "profile")
 """The commands that train or evaluate, and so run as one process for each device."""
@@ -31,7 +32,7 @@ class Job:
             this node.
         on_gpu: Whether the devices are GPUs.
         min_nodes: The smallest number of nodes that the run continues with; None: ``num_nodes``.
-        elastic: The smallest and the largest number of replicas that leave and join, as ``MIN:MAX``; None: none do.
+        elastic: The smallest and the largest number of replicas that leave and join; None: none do.
     """
 
     words: tuple[str, ...]
@@ -42,7 +43,7 @@ class Job:
     head: str = ""
     on_gpu: bool = True
     min_nodes: int | None = None
-    elastic: str | None = None
+    elastic: ReplicaRange | None = None
 
     @property
     def nodes(self) -> str:

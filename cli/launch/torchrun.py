@@ -169,8 +169,7 @@ def _start_local(job: Job, options: argparse.Namespace) -> int:
             " 'lightning-dist[elastic]'."
         )
         return BAD_CONFIGURATION
-    smallest, largest = map(int, job.elastic.split(":"))
-    return ElasticLaunch(job, smallest, largest, options.heartbeat or 1.0).run()
+    return ElasticLaunch(job, job.elastic, options.heartbeat or 1.0).run()
 
 
 def _describe_local(job: Job, options: argparse.Namespace) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +23,9 @@ if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
 
 __all__ = [
-    "COORDINATOR",
-    "RANGE",
-    "REPLICA",
     "BehindError",
     "Membership",
     "MembershipOptions",
-    "ReplicaRange",
     "current_membership",
     "join",
     "leave",
@@ -52,59 +47,6 @@ _NOTES_BYTES = 4096
 
 _POLL_S = 0.1
 """Seconds between two questions for the replicas that are there, before the run begins."""
-
-
-RANGE = "LIGHTNING_DIST_ELASTIC"
-"""The environment variable that holds the smallest and the largest number of replicas, as ``MIN:MAX``."""
-
-REPLICA = "LIGHTNING_DIST_REPLICA"
-"""The environment variable that holds the index of this process's replica, from 0."""
-
-COORDINATOR = "TORCHFT_LIGHTHOUSE"
-"""The environment variable that holds the address of the coordinator; its name is torchft's."""
-
-
-class ReplicaRange(NamedTuple):
-    """Hold between which numbers of replicas a run trains."""
-
-    smallest: int
-    """The number of replicas below which the run waits."""
-
-    largest: int
-    """The number of replicas that the data are divided among."""
-
-    @classmethod
-    def parse(cls, text: str) -> ReplicaRange:
-        """Return the range that ``text`` stands for, such as ``"2:3"``.
-
-        Raises:
-            ValueError: If it is no range, or has fewer than two replicas.
-        """
-        match = re.fullmatch(r"(\d+):(\d+)", text)
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ValueError(
-                f"elastic={text!r}: expected the smallest and the largest number of replicas, such as '2:3'."
-            )
-        if int(match[2]) == 1:
-            raise ValueError(
-                f"elastic={text!r}: one replica has no other that trains on while it is away. Give at least 2 as the"
-                " largest number, or leave elastic out and use --max-restarts of lightning-dist launch."
-            )
-        return cls(int(match[1]), int(match[2]))
-
-    @classmethod
-    def asked(cls, argument: str | None) -> ReplicaRange | None:
-        """Return the range that the argument of a strategy, or else the launcher, asks for; None: none does.
-
-        Raises:
-            ValueError: As :meth:`parse`.
-        """
-        text = argument or os.environ.get(RANGE)
-        return cls.parse(str(text)) if text else None
-
-    def __str__(self) -> str:
-        """Return the text of which :meth:`parse` makes the range."""
-        return f"{self.smallest}:{self.largest}"
 
 
 class BehindError(RuntimeError):

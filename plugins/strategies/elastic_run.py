@@ -17,15 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_dist.mesh.membership import (
-    COORDINATOR,
-    REPLICA,
-    Membership,
-    MembershipOptions,
-    ReplicaRange,
-    join,
-    leave,
-)
+from lightning_dist.mesh.membership import Membership, MembershipOptions, join, leave
+from lightning_dist.mesh.replica_range import COORDINATOR, REPLICA, ReplicaRange
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks.noise_scale import GradientNoiseScale
 from lightning_dist.plugins.strategies.host import Host

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.mesh.layout import REMAINING
-from lightning_dist.mesh.membership import ReplicaRange
+from lightning_dist.mesh.replica_range import ReplicaRange
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = ["HybridShardStrategy"]

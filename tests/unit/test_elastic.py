@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy, NDParallelStrategy
 from lightning_dist.compression import LocalSGD
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.mesh.membership import BehindError, Membership, MembershipOptions, ReplicaRange
+from lightning_dist.mesh.membership import BehindError, Membership, MembershipOptions
+from lightning_dist.mesh.replica_range import ReplicaRange
 from lightning_dist.parallelize import options_from
 from lightning_dist.techniques.elastic import ElasticOptions
 from lightning_dist.techniques.options import Fit, Run

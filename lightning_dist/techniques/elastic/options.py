@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_dist.mesh.layout import ParallelLayout
-from lightning_dist.mesh.membership import COORDINATOR, REPLICA, ReplicaRange, current_membership
+from lightning_dist.mesh.membership import current_membership
+from lightning_dist.mesh.replica_range import COORDINATOR, REPLICA, ReplicaRange
 from lightning_dist.techniques.elastic.elastic import ElasticReplicas
 from lightning_dist.techniques.options import Arguments, Build, Fit, Run, TechniqueOptions, argument
 from lightning_dist.techniques.protocol import Parallel, Technique
