@@ -39,6 +39,7 @@ $(VENV)/installed-cli: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/installed-dev: $(VENV)/installed-cli
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[elastic]"
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed-cli

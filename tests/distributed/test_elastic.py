@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchft", reason="torchft is not installed")
-
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_replicas_are_killed_and_come_back(tmp_path: Path, ranks: int) -> None:

@@ -24,7 +24,6 @@ from lightning_dist.techniques.elastic import ElasticOptions
 from lightning_dist.techniques.options import Fit, Run
 
 os.environ.setdefault("RUST_LOG", "error")  # Torchft reads it when it is imported.
-torchft = pytest.importorskip("torchft", reason="torchft is not installed")
 CPU = torch.device("cpu")
 
 
