@@ -59,6 +59,27 @@ class ReplicaRange(NamedTuple):
         text = argument or os.environ.get(RANGE)
         return cls.parse(str(text)) if text else None
 
+    def own_index(self) -> int:
+        """Return the index of this process's replica, which the launcher has said.
+
+        Raises:
+            ValueError: If no launcher has said it, or it is out of range.
+        """
+        missing = [name for name in (REPLICA, COORDINATOR) if not os.environ.get(name)]
+        if missing:
+            raise ValueError(
+                f"elastic='{self}', but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the"
+                f" environment. Start the run by lightning-dist launch --elastic {self} -- fit ..., which starts the"
+                " coordinator and the replicas."
+            )
+        index = os.environ[REPLICA]
+        if not index.isdecimal() or int(index) >= self.largest:
+            raise ValueError(
+                f"{REPLICA}={index!r} in the environment: expected the index of this replica, from 0 to"
+                f" {self.largest - 1}."
+            )
+        return int(index)
+
     def __str__(self) -> str:
         """Return the text of which :meth:`parse` makes the range."""
         return f"{self.smallest}:{self.largest}"

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_dist.mesh.membership import Membership, MembershipOptions, join, leave
-from lightning_dist.mesh.replica_range import COORDINATOR, REPLICA, ReplicaRange
+from lightning_dist.mesh.replica_range import COORDINATOR, ReplicaRange
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks.noise_scale import GradientNoiseScale
 from lightning_dist.plugins.strategies.host import Host
@@ -79,6 +79,7 @@ class ElasticRun:
         Raises:
             ConnectionError: If the coordinator cannot be reached.
             ModuleNotFoundError: If torchft is not installed.
+            ValueError: If no launcher has said which replica this is.
         """
         leave()
         self._membership, self._was_leader = None, True
@@ -88,7 +89,7 @@ class ElasticRun:
             return
         self._refuse_own_metrics(self._host.trainer)
         options = MembershipOptions(
-            index=int(os.environ[REPLICA]),
+            index=replicas.own_index(),
             smallest=replicas.smallest,
             largest=replicas.largest,
             coordinator=os.environ[COORDINATOR],

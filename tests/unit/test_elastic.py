@@ -197,7 +197,6 @@ def test_strategies_without_replicas_have_no_such_argument() -> None:
         ({}, {"step_in_backward": True}, "and step_in_backward='True': gradients are reduced between replicas when"),
         ({}, {"offload": "optimizer"}, "and offload='optimizer': a replica that joins is given"),
         ({}, {"check_replicas_every_n_steps": 2}, "and check_replicas_every_n_steps='2': only the replicas of one job"),
-        ({}, {}, "LIGHTNING_DIST_REPLICA and TORCHFT_LIGHTHOUSE are not set in the environment. Start the run by"),
     ],
 )
 def test_what_cannot_be_elastic(sizes: dict[str, int], arguments: dict[str, Any], message: str) -> None:
@@ -212,12 +211,20 @@ def test_the_launcher_says_which_replica_a_process_belongs_to(monkeypatch: pytes
     for name, value in (("ELASTIC", "2:3"), ("REPLICA", "3")):
         monkeypatch.setenv(f"LIGHTNING_DIST_{name}", value)
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:9")
-    options = options_from({})
-    run = Run("data_parallel", ParallelLayout(), "cpu", 1, "32-true", False, False)
+    replicas = ReplicaRange.asked(None)
+    assert replicas == (2, 3)
     with pytest.raises(ValueError, match=r"LIGHTNING_DIST_REPLICA='3' in the environment: expected .* from 0 to 2\."):
-        options.of(ElasticOptions).check(run, options)
+        replicas.own_index()
     monkeypatch.setenv("LIGHTNING_DIST_REPLICA", "2")
-    options.of(ElasticOptions).check(run, options)
+    assert replicas.own_index() == 2
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE")
+    with pytest.raises(ValueError, match="elastic='2:3', but TORCHFT_LIGHTHOUSE is not set in the environment. Start"):
+        replicas.own_index()
+
+
+def test_manual_optimization_is_not_elastic() -> None:
+    options = options_from({"elastic": "2:3"})
+    run = Run("data_parallel", ParallelLayout(), "cpu", 1, "32-true", False, False)
     manual = Fit("Gan", False, 1, False, None, "", lambda names: [])
     with pytest.raises(ValueError, match="with automatic_optimization = False in Gan: replicas agree once in each"):
         options.of(ElasticOptions).check_fit(run, manual, options)

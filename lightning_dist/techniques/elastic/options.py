@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.mesh.membership import current_membership
-from lightning_dist.mesh.replica_range import COORDINATOR, REPLICA, ReplicaRange
+from lightning_dist.mesh.replica_range import ReplicaRange
 from lightning_dist.techniques.elastic.elastic import ElasticReplicas
 from lightning_dist.techniques.options import Arguments, Build, Fit, Run, TechniqueOptions, argument
 from lightning_dist.techniques.protocol import Parallel, Technique
@@ -47,8 +46,7 @@ class ElasticOptions(TechniqueOptions):
         """Refuse what splits the model in other ways than over shards, and what reduces gradients in another way.
 
         Raises:
-            ValueError: If elastic cannot be combined with the layout or with another argument, or if no launcher has
-                said which replica this is.
+            ValueError: If elastic cannot be combined with the layout or with another argument.
         """
         replicas = self.replicas
         if replicas is None:
@@ -75,19 +73,6 @@ class ElasticOptions(TechniqueOptions):
         for name, reason in reasons.items():
             if arguments.is_given(name):
                 raise ValueError(f"{asked} and {name}={str(arguments[name])!r}: {reason}. Leave {name} or elastic out.")
-        missing = [name for name in (REPLICA, COORDINATOR) if not os.environ.get(name)]
-        if missing:
-            raise ValueError(
-                f"{asked}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the"
-                f" environment. Start the run by lightning-dist launch --elastic {replicas} -- fit ..., which starts"
-                " the coordinator and the replicas."
-            )
-        index = os.environ[REPLICA]
-        if not index.isdecimal() or int(index) >= replicas.largest:
-            raise ValueError(
-                f"{REPLICA}={index!r} in the environment: expected the index of this replica, from 0 to"
-                f" {replicas.largest - 1}."
-            )
 
     def check_fit(self, run: Run, fit: Fit, arguments: Arguments) -> None:
         """Refuse manual optimization, whose steps need not all be alike."""
