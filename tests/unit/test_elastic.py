@@ -218,7 +218,9 @@ def test_the_launcher_says_which_replica_a_process_belongs_to(monkeypatch: pytes
     monkeypatch.setenv("LIGHTNING_DIST_REPLICA", "2")
     assert replicas.own_index() == 2
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE")
-    with pytest.raises(ValueError, match=r"elastic='2:3', but TORCHFT_LIGHTHOUSE is not set in the environment\. Start"):
+    with pytest.raises(
+        ValueError, match=r"elastic='2:3', but TORCHFT_LIGHTHOUSE is not set in the environment\. Start"
+    ):
         replicas.own_index()
 
 
