@@ -59,11 +59,15 @@ class Workload:
             num_replicas: Number of parts. None: the world size.
             rank: Index of the part. None: this rank.
         """
-        windows = _windows(self.text, self.context)
+        windows = self.windows()
         num_replicas = int(os.environ["WORLD_SIZE"]) if num_replicas is None else num_replicas
         rank = int(os.environ["RANK"]) if rank is None else rank
         sampler = DistributedSampler(windows, num_replicas, rank, drop_last=True)
         return DataLoader(windows, self.global_batch_size // num_replicas, sampler=sampler, drop_last=True)
+
+    def windows(self) -> ByteWindows:
+        """Return the windows of the text that are trained on."""
+        return _windows(self.text, self.context)
 
     def batches(self, num_replicas: int | None = None, rank: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of the loader on the device, over and over."""

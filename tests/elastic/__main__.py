@@ -18,7 +18,7 @@ from statistics import median
 import psutil
 from mlflow import MlflowClient
 
-from tests.elastic.training import Row, configure, mistakes_in, rows_of, store_of
+from tests.elastic.training import Row, Rows, configure, mistakes_in, store_of
 
 _SECONDS = 240.0
 """The longest time that a scenario waits for something."""
@@ -40,6 +40,7 @@ class Training:
         self, folder: Path, replicas: int, ranks: int, heartbeat: float, seconds: float, logs: bool = False
     ) -> None:
         self.folder, self.ranks = folder, ranks
+        self._rows = Rows(folder)
         self.everyone = tuple(range(replicas))
         strategy = "data_parallel" if ranks == 1 else "hybrid_shard"
         configuration = configure(folder, strategy, max_steps=1_000_000, seconds=seconds, logs=logs)
@@ -59,7 +60,7 @@ class Training:
 
     def rows(self) -> list[Row]:
         """Return what all ranks have written so far."""
-        return rows_of(self.folder)
+        return list(self._rows.read())
 
     def latest(self) -> list[Row]:
         """Return the newest row of each rank."""
@@ -140,6 +141,61 @@ def kills(training: Training, number: int, bound: float) -> str:
     )
     assert median(stalls) <= bound, text
     return text
+
+
+def soak(training: Training, minutes: float, every_s: float) -> str:
+    """Kill a random rank again and again, and measure which share of their time the others spend on steps.
+
+    Args:
+        training: The training.
+        minutes: Time from the first kill to the end.
+        every_s: Seconds from one kill to the next.
+    """
+    begin = training.until_all_train()[-1].at
+    chosen, kills = random.Random(0), list[tuple[float, int]]()
+    while (at := time.time()) < begin + 60 * minutes:
+        victim = chosen.choice(training.latest())
+        kills.append((training.kill(victim), victim.replica))
+        training.until_all_train(at)
+        time.sleep(max(at + every_s - time.time(), 0.0))
+    end = time.time()
+    result = training.check()
+    share, capacity = _shares(training.rows(), kills, end)
+    text = (
+        f"{result}; {len(kills)} kills in {(end - kills[0][0]) / 60:.1f} minutes: survivors spent {share:.2%} of their"
+        f" time on steps that count (bound {_SHARE:.0%}), and {1 - capacity:.2%} of the replicas' time was lost besides"
+        " while they were away"
+    )
+    assert share >= _SHARE, text
+    return text
+
+
+_SHARE = 0.95
+"""The smallest share of their time that survivors must spend on steps."""
+
+
+def _shares(rows: list[Row], kills: list[tuple[float, int]], end: float) -> tuple[float, float]:
+    """Return the shares of their time that survivors spent on steps, and that all replicas were there.
+
+    A survivor is a replica that is not killed, from one kill to the next. A gap between two of its steps counts as a
+    step up to twice their median.
+    """
+    spent = present = total = 0.0
+    ends = [at for at, _ in kills[1:]] + [end]
+    replicas = sorted({row.replica for row in rows})
+    for (begin, victim), until in zip(kills, ends, strict=True):
+        for replica in replicas:
+            at = [row.at for row in rows if row.replica == replica and row.rank == 0 and begin <= row.at <= until]
+            if replica == victim:
+                there = [one for one in at if one > begin + 0.5]  # It may write its last row after it was chosen.
+                present += until - there[0] if there else 0.0
+                continue
+            present += until - begin
+            gaps = [after - before for before, after in zip([begin, *at], [*at, until], strict=True)]
+            longest = 2 * median(gaps)
+            spent += sum(min(gap, longest) for gap in gaps)
+            total += until - begin
+    return spent / total, present / (len(replicas) * (end - kills[0][0]))
 
 
 def _first_steps(rows: list[Row], lost: int, since: float) -> dict[int, float]:
@@ -270,6 +326,8 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each replica")
     parser.add_argument("--kills", type=int, default=0, help="number of random kills, one after the other")
+    parser.add_argument("--soak", type=float, default=0.0, help="minutes of a training with regular kills")
+    parser.add_argument("--every", type=float, default=90.0, help="seconds from one kill of the soak to the next")
     parser.add_argument("--heartbeat", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=0.02, help="time that a step takes in addition")
     parser.add_argument("--any-stall", action="store_true", help="do not check how long survivors stall")
@@ -278,6 +336,7 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
     bound = float("inf") if options.any_stall else options.heartbeat + 0.5
     todo = [("kills", lambda training: kills(training, options.kills, bound))] if options.kills else []
+    todo += [("soak", lambda training: soak(training, options.soak, options.every))] if options.soak else []
     todo += [(name, _SCENARIOS[name]) for name in options.scenarios]
     failed = 0
     for name, function in todo:

@@ -169,15 +169,29 @@ def configure(folder: Path, strategy: str, max_steps: int, seconds: float = 0.0,
     return path
 
 
-def rows_of(folder: Path) -> list[Row]:
-    """Return what all ranks have written so far, in the order of time."""
-    rows = []
-    for path in folder.glob("steps_*"):
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):  # A rank that was killed may have written a part.
-                values = json.loads(line)
-                rows.append(Row(**{**values, "members": tuple(values["members"])}))
-    return sorted(rows, key=lambda row: row.at)
+class Rows:
+    """Read what all ranks write, each line once, because a long training writes many.
+
+    Args:
+        folder: Folder of the training.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ends: dict[Path, int] = {}
+        self._rows: list[Row] = []
+
+    def read(self) -> list[Row]:
+        """Return what has been written so far, in the order of time."""
+        for path in self._folder.glob("steps_*"):
+            with path.open() as file:
+                file.seek(self._ends.get(path, 0))
+                while (line := file.readline()).endswith("\n"):  # A rank that was killed may have written a part.
+                    self._ends[path] = file.tell()
+                    values = json.loads(line)
+                    self._rows.append(Row(**{**values, "members": tuple(values["members"])}))
+        self._rows.sort(key=lambda row: row.at)
+        return self._rows
 
 
 def mistakes_in(rows: Sequence[Row], num_replicas: int, num_ranks: int) -> list[str]:
