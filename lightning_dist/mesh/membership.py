@@ -202,6 +202,23 @@ class Membership:
                 " to join them, as lightning-dist launch --elastic does."
             )
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether the others have counted a step that this replica has not, and have sent their state."""
+        return self._has_received_again
+
+    def take_received(self) -> dict[str, Any]:
+        """Return the state that another replica has sent, once.
+
+        Raises:
+            RuntimeError: If none has been sent.
+        """
+        if self.received is None:
+            raise RuntimeError("No other replica has sent the state of the run.")
+        state, self.received = self.received, {}
+        self._has_received_again = False
+        return state
+
     def close(self) -> None:
         """Leave the run."""
         self._manager.shutdown(wait=False)
@@ -221,6 +238,10 @@ class Membership:
 
         Args:
             make: Function that returns new tensors of floating point numbers, which are overwritten.
+
+        Raises:
+            BehindError: If another replica had all means before one was lost, and this one had not. The state that the
+                other one has with them has been received.
         """
         return self._reduce(make, dist.ReduceOp.AVG)
 

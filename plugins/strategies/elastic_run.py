@@ -47,6 +47,8 @@ class ElasticRun:
         self._checkpoints = checkpoints
         self._membership: Membership | None = None
         self._was_leader = True
+        self.num_taken_over = 0
+        """The number of steps whose result this replica has taken over from others."""
 
     @property
     def is_leader(self) -> bool:
@@ -198,10 +200,32 @@ class ElasticRun:
 
     def load(self) -> dict[str, Any]:
         """Return the state that another replica has sent, as the dictionary of a checkpoint that Lightning restores."""
-        if self._membership is None or self._membership.received is None:
-            raise RuntimeError("No other replica has sent the state of the run.")
-        state, self._membership.received = self._membership.received, {}
-        return self._checkpoints.from_replica(state, self._host.groups.mesh)
+        if self._membership is None:
+            raise RuntimeError("This run has no other replicas.")
+        return self._checkpoints.from_replica(self._membership.take_received(), self._host.groups.mesh)
+
+    def catch_up(self) -> bool:
+        """Take over weights and optimizer states if the others have counted the running step without this replica.
+
+        A replica that was lost in the middle of a reduction can leave some with the means of all gradients, and some
+        without. This is a collective over the ranks of this replica.
+
+        Returns:
+            Whether the optimizer must not step, because the weights are those after its step.
+        """
+        if self._membership is None or not self._membership.is_behind:
+            return False
+        self._checkpoints.take_over(self._membership.take_received(), self._host.groups.mesh)
+        self.num_taken_over += 1
+        if self._host.global_rank == 0:
+            index, step = self._membership.options.index, self._host.trainer.global_step + 1
+            print(
+                f"elastic: Replica {index} takes over the weights after step {step}, which the others have counted, and"
+                " which it has not.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return True
 
     # Who logs and saves
 

@@ -420,7 +420,8 @@ class MeshStrategy(ProcessStrategy):
         _compat.weigh_ranks_exactly(_is_ours)
         self._checkpoints.start(trainer)
         tracing = _existing(self._tracing, "Steps are traced once the processes have been launched.")
-        self._runner = StepRunner(self, self.batches, self._checkpoints, self._owners, tracing)
+        catch_up = self._elastic.catch_up
+        self._runner = StepRunner(self, self.batches, self._checkpoints, self._owners, tracing, catch_up)
         _compat.set_timeout(self._timeout)  # Techniques and steps have created groups with torch's default timeout.
         _compat.run_examples_by(run_example)
         if is_new:

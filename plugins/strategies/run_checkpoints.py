@@ -282,6 +282,27 @@ class RunCheckpoints:
             self._host.parallel.states.load_techniques(techniques)
         return checkpoint
 
+    def take_over(self, state: dict[str, Any], mesh: DeviceMesh) -> None:
+        """Load weights and the states of optimizers that another replica has after the running step.
+
+        Learning rates and other settings of parameter groups stay those before the step, because schedulers have not
+        seen it yet.
+
+        Args:
+            state: What :meth:`to_replica` has returned on the rank of another replica with the same number.
+            mesh: The mesh of this replica.
+        """
+        checkpoint: dict[str, Any] = from_replica(state["checkpoint"], mesh)
+        groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._host.optimizers]
+        buffers = {name: buffer.clone() for name, buffer in self._host.module.named_buffers()}
+        self.load_weights(checkpoint, strict=True)
+        self.load_optimizers(checkpoint)
+        for name, buffer in self._host.module.named_buffers():  # Each replica has its own, as after any other step.
+            buffer.copy_(buffers[name])
+        for optimizer, of_groups in zip(self._host.optimizers, groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, of_groups, strict=True):
+                group.update(settings)
+
     def _go_on_from(self, path: str, parts: list[int], part: LoadedCheckpoint) -> None:
         has_as_many_ranks = part.manifest.world_size == self._host.world_size
         own = part.rank_state
@@ -310,3 +331,7 @@ class RunCheckpoints:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

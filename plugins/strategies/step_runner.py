@@ -104,6 +104,13 @@ class OptimizerOwners:
         return self._steps.whole(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
 
 
+class _TakenOver(Exception):  # noqa: N818 - Nothing has gone wrong.
+    """Leave the optimizer's step, because the weights are already those after it."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
 class StepRunner:
     """Run the module's steps, its backward, and the steps of its optimizers. It exists once a strategy is set up.
 
@@ -113,6 +120,8 @@ class StepRunner:
         checkpoints: Object that copies tensors in the background while steps run.
         owners: Object by which optimizers step.
         tracing: Object that replaces collectives by stand-ins while a step is traced.
+        catch_up: Function that is called after each backward, and returns whether the weights are already those after
+            the optimizer's step.
     """
 
     def __init__(
@@ -122,8 +131,10 @@ class StepRunner:
         checkpoints: Checkpoints,
         owners: OptimizerOwners,
         tracing: StepTracing,
+        catch_up: Callable[[], bool],
     ) -> None:
         self._host = host
+        self._catch_up = catch_up
         self._batches = batches
         self._checkpoints = checkpoints
         self._owners = owners
@@ -181,6 +192,8 @@ class StepRunner:
             with self._steps.in_closure():
                 output = closure()
             self._checkpoints.before_update()
+            if self._catch_up():
+                raise _TakenOver(output)
             parallel.before_optimizer_step()
             memory.before_optimizer_step()
             return output
@@ -191,6 +204,8 @@ class StepRunner:
             try:
                 with memory.explained(), _compat.total_norms(parallel.total_norm):
                     output = step(closure_then_wait)
+            except _TakenOver as taken_over:
+                output = taken_over.output
             finally:
                 self._owners.restore()
             parallel.after_optimizer_step()

@@ -34,16 +34,24 @@ class Training:
         heartbeat: Seconds after which a replica without a sign of life is left out.
         seconds: Time that each step takes in addition.
         logs: Whether the training logs to MLflow.
+        failing: Index of a replica whose reductions fail now and then; None: none.
     """
 
     def __init__(
-        self, folder: Path, replicas: int, ranks: int, heartbeat: float, seconds: float, logs: bool = False
+        self,
+        folder: Path,
+        replicas: int,
+        ranks: int,
+        heartbeat: float,
+        seconds: float,
+        logs: bool = False,
+        failing: int | None = None,
     ) -> None:
         self.folder, self.ranks = folder, ranks
         self._rows = Rows(folder)
         self.everyone = tuple(range(replicas))
         strategy = "data_parallel" if ranks == 1 else "hybrid_shard"
-        configuration = configure(folder, strategy, max_steps=1_000_000, seconds=seconds, logs=logs)
+        configuration = configure(folder, strategy, max_steps=1_000_000, seconds=seconds, logs=logs, failing=failing)
         words = ["launch", f"--devices={ranks}", f"--elastic=1:{replicas}", "--max-restarts=9999"]
         words += [f"--heartbeat={heartbeat}", f"--logs={folder / 'logs'}", "--", "fit", "-c", str(configuration)]
         with (folder / "launch.txt").open("w") as output:
@@ -298,6 +306,16 @@ def the_coordinator(training: Training) -> str:
     return training.check()
 
 
+def one_falls_behind(training: Training) -> str:
+    """Let the reduction of one replica fail in steps that the others count, and let it take over their weights."""
+    training.until_all_train()
+    training.until(lambda rows: max((row.num_taken_over for row in rows), default=0) >= 3)
+    last = max(row.step for row in training.rows())
+    rows = training.until(lambda rows: max(row.step for row in rows) > last + 20)
+    assert len({row.pid for row in rows}) == len(training.everyone) * training.ranks, "a replica was started again"
+    return training.check()
+
+
 def all_of_them(training: Training) -> str:
     """Kill all replicas at once, which continue from a checkpoint."""
     training.until_all_train()
@@ -315,7 +333,15 @@ def all_of_them(training: Training) -> str:
 
 _SCENARIOS: dict[str, Callable[[Training], str]] = {
     function.__name__: function
-    for function in (two_at_once, the_leader, during_the_return, during_a_checkpoint, the_coordinator, all_of_them)
+    for function in (
+        two_at_once,
+        the_leader,
+        during_the_return,
+        during_a_checkpoint,
+        the_coordinator,
+        one_falls_behind,
+        all_of_them,
+    )
 }
 
 
@@ -342,7 +368,8 @@ def main() -> int:
     for name, function in todo:
         begin = time.monotonic()
         sizes = options.replicas, options.ranks, options.heartbeat, options.seconds
-        with Training(folder / name, *sizes, logs=name == "the_leader") as training:
+        failing = 1 if name == "one_falls_behind" else None
+        with Training(folder / name, *sizes, logs=name == "the_leader", failing=failing) as training:
             try:
                 result = function(training)
             except AssertionError as error:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dist._compat import local_of
+from lightning_dist.mesh.membership import current_membership
 
 BATCH_SIZE = 4
 NUM_SAMPLES = 1200
@@ -26,7 +27,7 @@ _CONFIGURATION = """\
 seed_everything: 1
 model:
   class_path: tests.elastic.training.Recorded
-  init_args: {{folder: {folder}, seconds: {seconds}}}
+  init_args: {{folder: {folder}, seconds: {seconds}, failing: {failing}}}
 trainer:
   accelerator: cpu
   precision: 64-true
@@ -61,6 +62,7 @@ class Row:
         rate: Learning rate that the next step will have.
         digest: Digest of this rank's parameters after the step.
         lost_s: Seconds that this rank has lost so far by replicas that have left.
+        num_taken_over: Number of steps so far whose result the replica has taken over from others.
     """
 
     replica: int
@@ -76,6 +78,7 @@ class Row:
     rate: float
     digest: str
     lost_s: float
+    num_taken_over: int
 
 
 class Recorded(pl.LightningModule):
@@ -84,12 +87,29 @@ class Recorded(pl.LightningModule):
     Args:
         folder: Folder of the files.
         seconds: Time that each step takes in addition.
+        failing: Index of a replica for which every 50th reduction fails, although it has succeeded for the others.
     """
 
-    def __init__(self, folder: str, seconds: float = 0.0) -> None:
+    def __init__(self, folder: str, seconds: float = 0.0, failing: int | None = None) -> None:
         super().__init__()
+        self.failing = failing
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
         self.folder, self.seconds = Path(folder), seconds
+
+    def on_train_start(self) -> None:
+        if self.failing != int(os.environ["LIGHTNING_DIST_REPLICA"]):
+            return
+        membership = current_membership()
+        assert membership is not None
+        manager = membership._manager
+        should_commit = manager.should_commit
+
+        def fails_now_and_then() -> bool:
+            if self.global_step % 50 == 30:
+                manager.report_error(RuntimeError("planted"))
+            return should_commit()
+
+        manager.should_commit = fails_now_and_then  # type: ignore[method-assign]
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         time.sleep(self.seconds)
@@ -115,6 +135,7 @@ class Recorded(pl.LightningModule):
             rate=self.trainer.optimizers[0].param_groups[0]["lr"],
             digest=digest.hexdigest()[:16],
             lost_s=elastic.lost_s,
+            num_taken_over=elastic.num_taken_over,
         )
         with (self.folder / f"steps_{replica}_{self.global_rank}").open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
@@ -149,7 +170,14 @@ def store_of(folder: Path) -> str:
     return f"sqlite:///{folder}/mlflow.db"
 
 
-def configure(folder: Path, strategy: str, max_steps: int, seconds: float = 0.0, logs: bool = False) -> Path:
+def configure(
+    folder: Path,
+    strategy: str,
+    max_steps: int,
+    seconds: float = 0.0,
+    logs: bool = False,
+    failing: int | None = None,
+) -> Path:
     """Write the configuration of a training into an empty folder.
 
     Args:
@@ -158,13 +186,21 @@ def configure(folder: Path, strategy: str, max_steps: int, seconds: float = 0.0,
         max_steps: Number of steps.
         seconds: Time that each step takes in addition.
         logs: Whether the training logs to the store of :func:`store_of`.
+        failing: Index of a replica whose reductions fail now and then; None: none.
     """
     folder.mkdir(parents=True)
     path = folder / "my.yaml"
     options = f"{{tracking_uri: '{store_of(folder)}', save_dir: {folder}/mlruns}}"
     logger = f"{{class_path: lightning_dist.plugins.loggers.MLflowLogger, init_args: {options}}}" if logs else "false"
     path.write_text(
-        _CONFIGURATION.format(folder=folder, strategy=strategy, max_steps=max_steps, seconds=seconds, logger=logger)
+        _CONFIGURATION.format(
+            folder=folder,
+            strategy=strategy,
+            max_steps=max_steps,
+            seconds=seconds,
+            logger=logger,
+            failing="null" if failing is None else failing,
+        )
     )
     return path
 
@@ -206,9 +242,12 @@ def mistakes_in(rows: Sequence[Row], num_replicas: int, num_ranks: int) -> list[
     for row in rows:
         by_step[row.step].append(row)
     found = [f"step {step} is missing" for step in range(1, max(by_step) + 1) if step not in by_step]
+    counted = _counted_by_themselves(rows)
     for step, group in by_step.items():
         for name in ("epoch", "batch", "rate", "members", "leader"):
-            values = {getattr(row, name) for row in group}
+            # A replica that has taken over a step knows its members and its leader no more.
+            of = [row for row in group if row in counted] if name in ("members", "leader") else group
+            values = {getattr(row, name) for row in of}
             if len(values) > 1:
                 found.append(f"step {step}: {name} is {values}")
         for rank in range(num_ranks):
@@ -218,10 +257,24 @@ def mistakes_in(rows: Sequence[Row], num_replicas: int, num_ranks: int) -> list[
         ranks = [(row.replica, row.rank) for row in group]
         if len(set(ranks)) < len(ranks):
             found.append(f"step {step} was written twice")
-    return found or _differences_from_one_process(by_step, num_replicas, num_ranks)
+    return found or _differences_from_one_process(by_step, counted, num_replicas, num_ranks)
 
 
-def _differences_from_one_process(by_step: dict[int, list[Row]], num_replicas: int, num_ranks: int) -> list[str]:
+def _counted_by_themselves(rows: Sequence[Row]) -> set[Row]:
+    """Return the rows of the steps that a replica has counted itself, and not taken over from others."""
+    last: dict[tuple[int, int, int], int] = {}
+    counted = set()
+    for row in rows:
+        process = row.replica, row.rank, row.pid
+        if row.num_taken_over == last.get(process, 0):
+            counted.add(row)
+        last[process] = row.num_taken_over
+    return counted
+
+
+def _differences_from_one_process(
+    by_step: dict[int, list[Row]], counted: set[Row], num_replicas: int, num_ranks: int
+) -> list[str]:
     """Train in one process with the members that each step had, and compare the losses and the learning rates."""
     pl.seed_everything(1, verbose=False)
     net = Recorded("").double().net
@@ -235,12 +288,15 @@ def _differences_from_one_process(by_step: dict[int, list[Row]], num_replicas: i
             epoch = group[0].epoch
             loaders = {part: _batches(part, num_parts, epoch) for part in range(num_parts)}
         losses = {}
-        for replica in group[0].members:
+        members = next((row.members for row in group if row in counted), ())
+        if not members:
+            found.append(f"step {step} was counted by nobody")
+        for replica in members:
             for rank in range(num_ranks):
                 part = replica * num_ranks + rank
                 losses[replica, rank] = loss_of(net, loaders[part][group[0].batch])
         for row in group:
-            expected = losses[row.replica, row.rank].item()
+            expected = losses[row.replica, row.rank].item() if row.replica in members else row.loss
             if abs(row.loss - expected) > 1e-9 * abs(expected):
                 found.append(f"step {step}, replica {row.replica}: the loss is {row.loss}, and not {expected}")
         optimizer.zero_grad()

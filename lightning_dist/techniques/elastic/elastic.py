@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import local_of
-from lightning_dist.mesh.membership import Membership
+from lightning_dist.mesh.membership import BehindError, Membership
 from lightning_dist.parameters.gradient_buckets import as_dtensor, in_buckets
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique
 
@@ -79,11 +79,18 @@ class ElasticReplicas(Technique):
 
     @torch.no_grad()
     def after_backward(self, reduces: bool) -> None:
-        """Replace the gradients by their means over the replicas that take part. This is a collective."""
+        """Replace the gradients by their means over the replicas that take part. This is a collective.
+
+        They stay as they are if the others have counted the step without this replica, which then takes over their
+        weights.
+        """
         if not reduces:
             return
         buckets = list(in_buckets(list(self._params()), self._reduce_dtype))
-        *means, are_used = self._membership.average(partial(self._local_gradients, buckets))
+        try:
+            *means, are_used = self._membership.average(partial(self._local_gradients, buckets))
+        except BehindError:
+            return
         is_used = iter(are_used.tolist())
         for bucket, mean in zip(buckets, means, strict=True):
             parts = torch.split(mean, [local_of(param).numel() for param in bucket])
