@@ -1,5 +1,6 @@
 """Run ``lightning-dist checkpoint``, which lists, checks and converts checkpoints without a Trainer."""
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ if TYPE_CHECKING:  # It imports torch.
 
 DAMAGED = 1
 
-_ACTIONS = ("consolidate", "ls", "verify")
+_ACTIONS = ("consolidate", "convert", "ls", "verify")
 _OUTPUT_FORMATS = (".ckpt", ".safetensors")
 
 
@@ -36,6 +37,8 @@ def run(arguments: Sequence[str]) -> int:
         return _list(options.folder)
     if options.action == "verify":
         return _verify(options.paths)
+    if options.action == "convert":
+        return _convert(options)
     if "://" in options.destination:
         parser.error(f"OUT={options.destination!r} must be a local file. Copy it to the store afterwards.")
     options.destination = Path(options.destination)
@@ -59,6 +62,30 @@ def make_parser() -> ArgumentParser:
     consolidate.add_argument(
         "--trust", action="store_true", help="load objects of any class, which can run any code; only for trusted files"
     )
+    converting = actions.add_parser(
+        "convert",
+        help="convert weights or whole checkpoints between formats",
+        description="Convert weights or a whole checkpoint to another format, in little memory, and compare what was "
+        "written bit by bit.",
+    )
+    converting.add_argument("source", metavar="PATH", help="checkpoint of any of the formats")
+    converting.add_argument("destination", metavar="OUT", help="path of the new checkpoint")
+    converting.add_argument(
+        "--to",
+        metavar="FORMAT",
+        help="lightning-dist, dcp, lightning, safetensors or huggingface; by default, as OUT ends (.ckpt: lightning)",
+    )
+    converting.add_argument(
+        "--prefix",
+        default="model.",
+        help="what names in a LightningModule have before those of its Hugging Face model (default: model.)",
+    )
+    converting.add_argument(
+        "--config", metavar="PATH", help="config.json, or a folder with one, to write a folder of a Hugging Face model"
+    )
+    converting.add_argument(
+        "--trust", action="store_true", help="load objects of any class, which can run any code; only for trusted files"
+    )
     listing = actions.add_parser("ls", help="list checkpoints", description="List checkpoints, also below DIR.")
     listing.add_argument("folder", metavar="DIR", help="path or URL of a folder of checkpoints")
     verifying = actions.add_parser(
@@ -79,6 +106,25 @@ def _consolidate(source: str, destination: Path, trust: bool) -> int:
         print_error(str(error))
         return BAD_CONFIGURATION
     print(f"{destination} ({destination.stat().st_size:,} bytes)")
+    return 0
+
+
+def _convert(options: Namespace) -> int:
+    from lightning_dist.checkpoint import CheckpointError
+    from lightning_dist.run.convert import Options, convert
+
+    config = None if options.config is None else Path(options.config)
+    try:
+        done = convert(options.source, options.destination, options.to, Options(options.prefix, config, options.trust))
+    except (CheckpointError, ValueError, OSError, ImportError) as error:
+        print_error(str(error))
+        return BAD_CONFIGURATION
+    print(
+        f"{options.destination} ({done.written}): {done.num_tensors:,} tensors, {done.num_bytes / 2**20:,.1f} MiB, the"
+        f" same bit by bit as in {options.source} ({done.read})."
+    )
+    if done.left_out:
+        print(f"It does not have {', '.join(done.left_out[:5])}{', ...' if len(done.left_out) > 5 else ''}.")
     return 0
 
 

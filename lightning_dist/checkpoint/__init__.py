@@ -12,6 +12,7 @@ The modules, from the lowest layer up:
 - ``format``: Writes, verifies and reads a checkpoint.
 - ``writer``: Writes checkpoints in the background.
 - ``state``: Converts the state of a module and its optimizers to and from full parameter names.
+- ``mapped``: Holds tensors in a temporary file instead of in memory.
 - ``single_file``: Converts a checkpoint into one file that can be read without lightning-dist.
 - ``between_replicas``: Turns a run's state into one that a process with another device mesh can receive.
 - ``whole_files``: Makes torch's own calls read and write whole state dicts and files of a sharded module.

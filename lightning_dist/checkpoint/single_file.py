@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_dist.checkpoint.format import TensorInfo, read
+from lightning_dist.checkpoint.mapped import MappedTensors
 from lightning_dist.checkpoint.state import by_index
 
 __all__ = ["NUM_SEEN", "TECHNIQUES", "consolidate", "keep_positions_apart", "put_positions_back", "read_whole"]
+
+Empty = Callable[[torch.Size, torch.dtype], torch.Tensor]
+"""A function that returns a new tensor of a shape and a dtype."""
 
 NUM_SEEN = "num_seen"
 """The key of a position in an ordinary data loader: the number of samples that all ranks have seen in the epoch."""
@@ -22,7 +27,11 @@ TECHNIQUES = "lightning_dist.techniques"
 
 
 def read_whole(
-    source: str | Path, map_location: Any = None, weights_only: bool = True, weights_alone: bool = False
+    source: str | Path,
+    map_location: Any = None,
+    weights_only: bool = True,
+    weights_alone: bool = False,
+    empty: Empty | None = None,
 ) -> dict[str, Any]:
     """Read the checkpoint directory ``source`` in one process, and return what ``torch.load`` returns for a file.
 
@@ -32,6 +41,7 @@ def read_whole(
             they stay on the CPU.
         weights_only: Whether to refuse pickled objects other than tensors and plain values.
         weights_alone: Whether to read only the tensors of the module's state dict.
+        empty: Function that returns the tensor to read another one into. None: in memory, on the device.
 
     Returns:
         Lightning's checkpoint dictionary with whole tensors, and with optimizer states in the form that torch's
@@ -46,6 +56,8 @@ def read_whole(
         is_left_out = info.path[0] != "state_dict" if weights_alone else info.path[0] == TECHNIQUES
         if is_left_out:
             return None
+        if empty is not None:
+            return empty(info.shape, info.dtype)
         return torch.empty(info.shape, dtype=info.dtype, device=device)
 
     checkpoint = read(source, whole, weights_only)
@@ -57,7 +69,9 @@ def read_whole(
 
 
 def consolidate(source: str | Path, destination: Path, trust: bool = False) -> None:
-    """Convert the checkpoint directory ``source`` to one file, in one process that holds the whole checkpoint.
+    """Convert the checkpoint directory ``source`` to one file, in one process, with the memory of about one tensor.
+
+    The tensors are put together in a temporary file beside ``destination``.
 
     Args:
         source: Checkpoint directory that a sharded run saved.
@@ -75,19 +89,21 @@ def consolidate(source: str | Path, destination: Path, trust: bool = False) -> N
     if destination.exists():
         raise FileExistsError(f"{destination} exists; remove it, or name another file.")
     weights_alone = destination.suffix == ".safetensors"
-    checkpoint = read_whole(source, weights_only=not trust, weights_alone=weights_alone)
-    if weights_alone and "state_dict" not in checkpoint:
-        raise ValueError(f"{source} has no weights (no 'state_dict'): choose a destination that ends in .ckpt.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     unfinished = destination.with_name(f".{destination.name}.tmp")
-    if weights_alone:
-        from safetensors.torch import save_file
+    with MappedTensors(destination.parent) as mapped:
+        checkpoint = read_whole(source, None, not trust, weights_alone, mapped.empty)
+        if weights_alone and "state_dict" not in checkpoint:
+            raise ValueError(f"{source} has no weights (no 'state_dict'): choose a destination that ends in .ckpt.")
+        if weights_alone:
+            from safetensors.torch import save_file
 
-        weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
-        save_file(weights, unfinished)
-    else:
-        keep_positions_apart(checkpoint)
-        torch.save(checkpoint, unfinished)
+            state = checkpoint["state_dict"]
+            weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            save_file(weights, unfinished)
+        else:
+            keep_positions_apart(checkpoint)
+            torch.save(checkpoint, unfinished)
     unfinished.replace(destination)
 
 

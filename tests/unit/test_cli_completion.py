@@ -21,7 +21,7 @@ from tests.cpu_time import cpu_seconds
         ("fit --model.dim=3 --help", ["--help", "--help-all"]),
         ("compare --t", ["--target", "--tracking-uri"]),
         ("doctor --accelerator ", ["auto", "cpu", "gpu"]),
-        ("checkpoint ", ["--help", "consolidate", "ls", "verify"]),
+        ("checkpoint ", ["--help", "consolidate", "convert", "ls", "verify"]),
         ("checkpoint consolidate --t", ["--trust"]),
     ],
 )

@@ -155,6 +155,13 @@ MISTAKES: list[tuple[list[str] | str, str]] = [
     (["checkpoint", "ls", "nowhere://x"], "nowhere"),
     (["checkpoint", "verify", "nowhere://x"], "nowhere"),
     (["checkpoint", "consolidate", "missing", "x.ckpt"], "There is no checkpoint at missing."),
+    (["checkpoint", "convert", "missing", "x.ckpt"], "There is no checkpoint at missing."),
+    (["checkpoint", "convert", "good.yaml", "x.ckpt"], "good.yaml has none of the formats that can be read: "),
+    (["checkpoint", "convert", "good.yaml", "s3://x"], "OUT='s3://x' must be a local path."),
+    (
+        ["checkpoint", "convert", "good.yaml", "x", "--to=hugging"],
+        "--to='hugging' is no format: use lightning-dist, dcp",
+    ),
     ("trainer: {max_step: 3}", "x.yaml: no option is named 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
     ("trainr: {max_steps: 3}", "x.yaml: no option is named 'trainr.max_steps'; did you mean 'trainer.max_steps'?"),
     ("modle: {class_path: Net}", "no option is named 'modle.class_path'; did you mean 'model'?"),

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dist.run.pretrained.files import Piece, StoredTensor
 
-__all__ = ["converted"]
+__all__ = ["converted", "reverted"]
 
 
 def converted(
@@ -51,6 +51,24 @@ def converted(
     for target, sources in by_target.items():
         converter = next(one for one in transforms if sources[0][0] in one.source_patterns and _operations(one))
         result[target] = _built(target, converter, sources, stored)
+    return result
+
+
+def reverted(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights of a model by the names that ``save_pretrained`` gives them in files.
+
+    Args:
+        model: The model.
+        weights: Weights by their names in the module; all those of a layer, because several can make one in the files.
+    """
+    try:
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # The files of versions before 5 have the names of the module.
+        return weights
+    if not isinstance(model, PreTrainedModel):
+        return weights
+    result: dict[str, Tensor] = revert_weight_conversion(model, weights)
     return result
 
 
