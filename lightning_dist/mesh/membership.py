@@ -7,9 +7,11 @@ import logging
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +74,11 @@ class MembershipOptions:
     timeout: timedelta = timedelta(seconds=10)
 
 
+class _QuietRequestHandler(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+
 class Membership:
     """Take part in a run of several replicas. Creating an instance is a collective over the ranks of the replica.
 
@@ -130,7 +137,10 @@ class Membership:
             ConnectionError: If it cannot be reached.
         """
         from torchft import Manager
+        from torchft.checkpointing import http_transport
 
+        # Otherwise torchft prints a line for each replica that it sends a state to.
+        http_transport.BaseHTTPRequestHandler = _QuietRequestHandler
         host, port, self._store = _make_store(self._rank)
         try:
             return Manager(
@@ -297,7 +307,9 @@ class Membership:
         begin, before, next_reminder_s = time.perf_counter(), self.members, 0.0
         while True:
             try:
-                self._manager.start_quorum(shrink_only=not may_grow)
+                with warnings.catch_warnings():  # Torch reads the state of another replica without a copy.
+                    warnings.filterwarnings("ignore", "The given buffer is not writable")
+                    self._manager.start_quorum(shrink_only=not may_grow)
                 break
             except (TimeoutError, RuntimeError) as error:  # Too few replicas are there, or nobody answers.
                 waited_s = time.perf_counter() - begin
