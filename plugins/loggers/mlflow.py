@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -37,12 +37,9 @@ from lightning_dist.plugins.loggers.provenance import (
 )
 from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
 from lightning_dist.plugins.loggers.spool import Entry
-from lightning_dist.plugins.loggers.store import default_save_dir, default_spool_dir
+from lightning_dist.plugins.loggers.store import Client, default_save_dir, default_spool_dir
 from lightning_dist.plugins.loggers.system_metrics import NodeMetrics
 from lightning_dist.run.tracking_uri import SQLITE, chosen_tracking_uri
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 __all__ = ["MLflowLogger"]
 
@@ -148,7 +145,7 @@ class MLflowLogger(MLFlowLogger):
     @property
     @override
     @rank_zero_experiment
-    def experiment(self) -> MlflowClient:
+    def experiment(self) -> Client:
         """Return the MLflow client, with the run started; on other ranks than 0, a dummy that does nothing.
 
         If MLflow cannot be reached, calls of the client fail; those of the logger do not.
@@ -156,7 +153,7 @@ class MLflowLogger(MLFlowLogger):
         Raises:
             ValueError: If the given run or experiment cannot be used.
         """
-        return cast("MlflowClient", self._started().client or DummyLogger().experiment)
+        return cast(Client, self._started().client or DummyLogger().experiment)
 
     @property
     def tracking_uri(self) -> str:

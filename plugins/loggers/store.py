@@ -8,12 +8,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_dist.run.tracking_uri import SQLITE, absolute_uri, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+    Client = MlflowClient
+else:
+    Client = Any  # The command parses the annotations of the logger, and would otherwise import mlflow for them.
 
 # MLflow's codes of errors that the same call would have again.
 _REFUSALS = {
@@ -68,7 +72,7 @@ def missing_database(tracking_uri: str) -> Path | None:
     return sqlite_file(tracking_uri)
 
 
-def connect(tracking_uri: str) -> "MlflowClient":
+def connect(tracking_uri: str) -> Client:
     """Return a client of the store, and create the store if it is an SQLite file that does not exist.
 
     Raises:

@@ -125,3 +125,22 @@ def test_the_function_is_called_although_an_earlier_import_failed(module: str, c
     assert calls == []
     import_module(module)
     assert calls == [3]
+
+
+@pytest.mark.slow
+def test_the_command_reads_a_configuration_without_importing_mlflow(tmp_path: Path) -> None:
+    # The logger of the command is that for MLflow, whose import takes seconds, and only the first rank uses it.
+    (tmp_path / "x.yaml").write_text("model: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}")
+    program = """
+        import contextlib, sys
+        from lightning_dist.cli import main
+        sys.argv = ["lightning-dist", "fit", "-c", "x.yaml", "--print_config"]
+        with contextlib.suppress(SystemExit):
+            main()
+        assert "jsonargparse" in sys.modules and "mlflow" not in sys.modules
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "BoringModel" in ended.stdout
