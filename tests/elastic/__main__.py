@@ -130,11 +130,11 @@ def kills(training: Training, number: int, bound: float) -> str:
         victim = chosen.choice(training.latest())
         others = set(training.everyone) - {victim.replica}
         at = training.kill(victim)
-        rows = training.until(partial(_go_on, others=others, lost=victim.replica, since=at))
-        firsts = _first_steps(rows, victim.replica, at)
+        rows = training.until(partial(_go_on, others=others, lost=victim, since=at))
+        firsts = _first_steps(rows, victim, at)
         stalls += [firsts[replica] - at for replica in others]
         rows = training.until_all_train(max(firsts.values()))
-        back = next(row.at for row in rows if row.at > max(firsts.values()) and row.replica == victim.replica)
+        back = next(row.at for row in rows if row.at > at and _is_its_next_process(row, victim))
         returns.append(back - at)
         print(
             f"kill {index + 1}: rank {victim.rank} of replica {victim.replica} after step {victim.step}; the others"
@@ -206,13 +206,26 @@ def _shares(rows: list[Row], kills: list[tuple[float, int]], end: float) -> tupl
     return spent / total, present / (len(replicas) * (end - kills[0][0]))
 
 
-def _first_steps(rows: list[Row], lost: int, since: float) -> dict[int, float]:
-    """Return when each replica has trained without the replica ``lost`` for the first time since a time of day."""
-    after = [row for row in reversed(rows) if row.at > since and lost not in row.members]
-    return {row.replica: row.at for row in after}
+def _first_steps(rows: list[Row], lost: Row, since: float) -> dict[int, float]:
+    """Return when each replica has trained for the first time after another one was lost.
+
+    Args:
+        rows: What all ranks have written.
+        lost: A row of the process that was killed.
+        since: Time of day at which it was killed.
+    """
+    recent = [row for row in rows if row.at > since]
+    # A replica may be back before the others have noticed that it was lost.
+    back = min((row.step for row in recent if _is_its_next_process(row, lost)), default=None)
+    after = [row for row in recent if lost.replica not in row.members or (back is not None and row.step >= back)]
+    return {row.replica: row.at for row in reversed(after)}
 
 
-def _go_on(rows: list[Row], others: set[int], lost: int, since: float) -> bool:
+def _is_its_next_process(row: Row, lost: Row) -> bool:
+    return (row.replica, row.rank) == (lost.replica, lost.rank) and row.pid != lost.pid
+
+
+def _go_on(rows: list[Row], others: set[int], lost: Row, since: float) -> bool:
     return set(_first_steps(rows, lost, since)) >= others
 
 
@@ -221,7 +234,7 @@ def two_at_once(training: Training) -> str:
     training.until_all_train()
     victims = [next(row for row in training.latest() if row.replica == one) for one in training.everyone[1:]]
     at = max(training.kill(row) for row in victims)
-    training.until(lambda rows: any(row.at > at and row.members == (0,) for row in rows))
+    training.until(lambda rows: any(row.at > at and row.members != training.everyone for row in rows))
     training.until_all_train(at)
     return training.check()
 
@@ -230,8 +243,12 @@ def the_leader(training: Training) -> str:
     """Kill the replica that logs and writes checkpoints, and let another one write some and go on with the same run."""
     training.until(lambda rows: max((row.step for row in rows), default=0) > 25)
     leader = training.latest()[0].leader
-    at = training.kill(next(row for row in training.latest() if row.replica == leader))
-    training.until(lambda rows: any(row.at > at and row.leader != leader for row in rows))
+    victim = next(row for row in training.latest() if row.replica == leader)
+    at = training.kill(victim)
+    # It may also be back and lead again before the others have noticed that it was lost.
+    training.until(
+        lambda rows: any(row.at > at and (row.leader != leader or _is_its_next_process(row, victim)) for row in rows)
+    )
     before = set(training.folder.glob("checkpoints/*.ckpt"))
     training.until(lambda _: bool(set(training.folder.glob("checkpoints/*.ckpt")) - before))
     training.until_all_train(at)
@@ -244,7 +261,7 @@ def the_leader(training: Training) -> str:
     figures = client.get_metric_history(found[0].info.run_id, "elastic/replicas")
     steps = [figure.step for figure in figures]
     assert steps == list(range(9, steps[-1] + 1, 10)) and steps[-1] > last, f"the run has the steps {steps}"
-    assert {figure.value for figure in figures} == {len(training.everyone) - 1.0, len(training.everyone)}
+    assert {figure.value for figure in figures} <= {len(training.everyone) - 1.0, len(training.everyone)}
     return f"{result}, in one run of MLflow"
 
 
