@@ -47,6 +47,8 @@ class RankLogs(LogsSpecs):
         self.attempt.mkdir(parents=True, exist_ok=True)
         paths = {local: self.attempt / f"rank_{env['RANK']}" for local, env in envs.items()}
         for local, env in envs.items():
+            for ending in ("out", "err", "json"):  # An earlier run with this folder may have left them.
+                Path(f"{paths[local]}.{ending}").unlink(missing_ok=True)
             env["TORCHELASTIC_ERROR_FILE"] = f"{paths[local]}.json"
             env["PYTHONUNBUFFERED"] = "1"  # Otherwise what a rank has written is lost when it is killed.
         if envs[0]["RANK"] == "0":

@@ -87,6 +87,8 @@ def start(job: Job, _: argparse.Namespace) -> int:
         logs.stop()
         return _code_of(job.logs, 128 + error.sigval)
     except RendezvousError as error:
+        if (end := end_of(job.logs)) is not None:  # The node of the head has ended first, because the run has.
+            return end.code
         print_error(
             f"lightning-dist launch: the {job.nodes} nodes did not meet at {_endpoint(job)}: {error}. Start the"
             " command on each of them, with the same --head, which must be one of the nodes."

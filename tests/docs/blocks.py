@@ -34,12 +34,12 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Return the paths of all pages for users and developers."""
+    """Return the paths of all pages for users and developers, besides the tutorials, which ``make docs-run`` runs."""
     return [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "examples/README.md",
-        *sorted(ROOT.glob("docs/**/*.md")),
+        *sorted(path for path in ROOT.glob("docs/**/*.md") if path.parent.name != "tutorials"),
     ]
 
 

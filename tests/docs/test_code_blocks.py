@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig
 
 from lightning_dist import MeshPrecision, full_parameters
+from lightning_dist.cli import checkpoint as checkpoint_command
 from lightning_dist.cli import main
 from lightning_dist.cli.at_once import answer
 from lightning_dist.cli.doctor.command import make_parser
@@ -220,6 +221,8 @@ def test_commands_run_or_have_no_unknown_option(
             assert main([command, "--dry-run", *arguments]) == 0, capsys.readouterr()
         elif command == "doctor":  # It would measure for some seconds.
             make_parser().parse_args(arguments)
+        elif command == "checkpoint" and "pretrained" in arguments:  # The folder of a model that the reader has.
+            checkpoint_command.make_parser().parse_args(arguments)
         elif command == "compare":  # The runs of the examples do not exist.
             code = main([command, *arguments])
             assert code in (0, 1) or re.search("has no such|there is no file", capsys.readouterr().err)

@@ -184,6 +184,7 @@ def test_a_damaged_conversion_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         ("in.ckpt", "out", "hugginface", None, "--to='hugginface' is no format: use lightning-dist"),
         ("in.ckpt", "in.ckpt", None, None, "exists: remove it, or name another path"),
         ("in.ckpt", "out", "huggingface", None, "needs its configuration: add --config"),
+        ("in.ckpt", "out", "huggingface", "empty", "There is no config.json at"),
         ("in.ckpt", "out", "huggingface", "begin", r"set --prefix \(now 'model\.'\)"),
         ("list.pt", "out.ckpt", None, None, "holds a list, and no dictionary of weights"),
         ("other.pt", "out.ckpt", None, None, "is neither a checkpoint of Lightning"),
@@ -198,7 +199,7 @@ def test_mistakes_are_refused(
     torch.save([1], tmp_path / "list.pt")
     torch.save({"a": 1}, tmp_path / "other.pt")
     (tmp_path / "damaged.ckpt").write_bytes((tmp_path / "in.ckpt").read_bytes()[:300])
-    if config is not None:
+    if config == "begin":
         model_of("llama").config.save_pretrained(tmp_path / config)
     options = Options(config=None if config is None else tmp_path / config)
     with pytest.raises((CheckpointError, ValueError, OSError), match=text):

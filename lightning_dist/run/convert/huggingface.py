@@ -96,6 +96,8 @@ def _model_of(path: Path, trust: bool) -> nn.Module:
         raise ValueError(
             "Folders of Hugging Face models need transformers: pip install 'lightning-dist[hf]'."
         ) from error
+    if not (path.is_file() or (path / _CONFIG).is_file()):
+        raise ValueError(f"There is no {_CONFIG} at {path}.")
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust)
         name = (config.architectures or [None])[0]
@@ -103,7 +105,8 @@ def _model_of(path: Path, trust: bool) -> nn.Module:
         with torch.device("meta"):
             model: Any = _by_config(transformers.AutoModel, config) if kind is None else kind(config)
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
-        raise ValueError(f"{path} has no configuration that transformers can build a model of: {error}") from error
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path} has no configuration that transformers can build a model of: {first}") from error
     model.tie_weights()
     found: nn.Module = model
     return found
