@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links slurm ray faults faults-elastic wheel container gpu clean
+.PHONY: help demo quick test thorough lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links slurm ray faults faults-elastic docs-run wheel container gpu clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
 	@echo "make quick   lint, types, unit tests, and one distributed test of each strategy, for the inner loop"
 	@echo "make test    lint, types, and the tests that run in minutes"
 	@echo "make docs    the documentation as pages, in docs/_build"
+	@echo "make docs-run  the commands of the tutorials and the notebooks, as a reader would run them"
 	@echo "make thorough  the distributed tests that make test leaves out"
 	@echo "make parity  every combination of the comparison with one process"
 	@echo "make nccl-rules  the parity and distributed tests, over a backend that has the rules of NCCL"
@@ -73,6 +74,16 @@ test: lint
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
+# What the tutorials and the notebooks need besides the packages of the tests. torchvision asks for one version of torch.
+TUTORIAL_PACKAGES := accelerate diffusers ipykernel nbclient peft timm torchvision
+
+$(VENV)/installed-tutorials: $(VENV)/installed-dev Makefile
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TUTORIAL_PACKAGES)
+	@touch $@
+
+docs-run: $(VENV)/installed-tutorials
+	$(BIN)/python -m tests.tutorials
 
 thorough: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --thorough -m thorough --numprocesses 2 --dist worksteal
