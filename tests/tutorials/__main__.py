@@ -26,7 +26,7 @@ NOTEBOOKS = ROOT / "examples/notebooks"
 TORCHVISION = Path(__file__).parent / "torchvision_without_operators"
 """Folder that is put in front of the path of modules for pages that need torchvision, if it exists."""
 
-_USES_TORCHVISION = ("torchvision", "timm", "diffusers")
+_USES_TORCHVISION = ("torchvision", "timm", "diffusers", "peft")
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "mlruns", "mlartifacts", "mlflow.db*", "checkpoints", "*.ckpt")
 
 
