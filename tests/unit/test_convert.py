@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from enum import Enum
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from lightning_dist.checkpoint import CheckpointError, read_whole
 from lightning_dist.run.convert import FORMATS, Options, convert
+from lightning_dist.run.convert.dcp import _member
 from lightning_dist.run.convert.formats import with_bookkeeping
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -134,6 +136,10 @@ def test_directories_of_lightnings_sharded_strategies_are_read_and_written(tmp_p
     assert trainer.global_step == 5
 
 
+class Color(Enum):
+    RED = 1
+
+
 class Evil:
     def __init__(self, file: str) -> None:
         self.file = file
@@ -161,6 +167,14 @@ def test_a_pickle_that_could_run_code_is_refused_with_its_names(tmp_path: Path, 
         convert(str(source), str(tmp_path / "out"), "lightning-dist")
     assert "can run any code" in str(error.value) and "--trust" in str(error.value)
     assert not ran.exists() and not (tmp_path / "out").exists()
+
+
+def test_only_members_of_enumerations_are_read_by_getattr() -> None:
+    assert _member(Color, "RED") is Color.RED
+    with pytest.raises(pickle.UnpicklingError, match="getattr"):
+        _member(os, "mkdir")
+    with pytest.raises(KeyError):
+        _member(Color, "__class__")
 
 
 def test_a_damaged_conversion_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +237,7 @@ for name, after in zip(conversions[::2], conversions[1::2]):
         while not done.wait(0.002):
             peak[0] = max(peak[0], anonymous())
     begin = anonymous()
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     convert(before, after, name, Options(config=Path(configuration)))
     done.set()

@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +169,24 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Refuse all classes but those of torch's metadata, which run no code of others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # Python 3.11.0 to 3.11.3 pickled members of enumerations with it.
+            return _member
         is_plain = (module, name) in _PLAIN
         found = super().find_class(module, name) if is_plain or module.startswith("torch") else None
         is_metadata = isinstance(found, type) and module.startswith("torch.distributed.checkpoint.")
         if is_plain or is_metadata or isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} in its {_METADATA}")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Return the member ``name`` of an enumeration, and no attribute of anything else."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r} in its {_METADATA}")
+    return kind[name]
 
 
 def _name_of(function: Any) -> tuple[str, str]:
