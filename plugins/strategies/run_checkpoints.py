@@ -293,6 +293,8 @@ class RunCheckpoints:
             mesh: The mesh of this replica.
         """
         checkpoint: dict[str, Any] = from_replica(state["checkpoint"], mesh)
+        # Lightning's WeightAveraging puts averages in the place of the weights.
+        checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
         groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._host.optimizers]
         buffers = {name: buffer.clone() for name, buffer in self._host.module.named_buffers()}
         self.load_weights(checkpoint, strict=True)

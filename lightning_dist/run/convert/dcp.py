@@ -65,8 +65,14 @@ class DistributedCheckpoint:
             names = sorted((name for name in nested if name.startswith(_OPTIMIZER)), key=_number)
             states = {"optimizer_states": [nested.pop(name) for name in names]} if names else {}
             return {**rest, **nested, **states} if rest or states else with_bookkeeping(nested["state_dict"])
-        weights = nested["model"] if isinstance(nested.get("model"), Mapping) else nested
-        return with_bookkeeping({name: value for name, value in weights.items() if isinstance(value, torch.Tensor)})
+        is_nested = isinstance(nested.get("model"), Mapping)
+        found = nested["model"] if is_nested else nested
+        weights = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        if left_out := sorted({*nested, *found} - weights.keys() - ({"model"} if is_nested else set())):
+            warnings.warn(
+                f"{path} is of another program: {', '.join(map(str, left_out[:5]))} is left out.", stacklevel=2
+            )
+        return with_bookkeeping(weights)
 
     def write(self, path: str, checkpoint: Checkpoint, options: Options, mapped: MappedTensors) -> Checkpoint:
         """Write the checkpoint as Lightning's sharded strategies do."""
