@@ -89,7 +89,7 @@ thorough: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --thorough -m thorough --numprocesses 2 --dist worksteal
 
 parity: $(VENV)/installed-dev
-	$(BIN)/python -m pytest tests/parity --matrix=full
+	$(BIN)/python -m pytest --matrix=full --numprocesses 2 --dist worksteal tests/parity
 
 nccl-rules: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --backend nccl-rules --thorough --numprocesses 2 --dist worksteal tests/parity tests/distributed tests/nccl_rules
