@@ -111,6 +111,7 @@ faults: $(VENV)/installed-dev
 faults-elastic: $(VENV)/installed-dev
 	$(BIN)/python -m tests.elastic --replicas 3 --ranks 1 --kills 100
 	$(BIN)/python -m tests.elastic --replicas 3 --ranks 2 --kills 20
+	$(BIN)/python -m tests.elastic --replicas 3 --fixed-batch --kills 20
 
 slurm: $(VENV)/installed-dev
 	$(BIN)/python -m tests.launchers.slurm

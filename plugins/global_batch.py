@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_dist.plugins._compat import changes_accumulation, training_loaders
+from lightning_dist.plugins._compat import changes_accumulation, configured_accumulation, training_loaders
 
 __all__ = ["Batch", "global_batch", "per_rank_batch_size", "rescale_batch", "set_global_batch"]
 
@@ -54,7 +54,7 @@ def per_rank_batch_size(global_batch_size: int, trainer: Trainer | None) -> int:
         ValueError: If ``global_batch_size`` is not a positive multiple of the number of batches in a step.
     """
     num_ranks = ((trainer.distributed_sampler_kwargs if trainer else None) or {}).get("num_replicas", 1)
-    accumulate = trainer.accumulate_grad_batches if trainer else 1
+    accumulate = configured_accumulation(trainer) if trainer else 1
     parts = num_ranks * accumulate
     if global_batch_size < 1 or global_batch_size % parts:
         below = global_batch_size // parts * parts
@@ -109,7 +109,7 @@ def global_batch(trainer: Trainer) -> Batch | None:
     if not isinstance(size, int):
         return None
     num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-    return Batch(size, trainer.accumulate_grad_batches, num_ranks)
+    return Batch(size, configured_accumulation(trainer), num_ranks)
 
 
 def rescale_batch(total: int, configured: Batch, given: Batch, can_accumulate: bool = True) -> Batch:

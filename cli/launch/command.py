@@ -24,6 +24,7 @@ _EXAMPLES = """\
 examples:
   lightning-dist launch --devices 8 --max-restarts 3 -- fit -c my.yaml
   lightning-dist launch --devices 2 --elastic 2:4 --max-restarts 99 -- fit -c my.yaml          (4 replicas)
+  lightning-dist launch --devices 8 --elastic 3:4 --replicas 0 --head node1 -- fit -c my.yaml  (1 to 3 on the others)
   lightning-dist launch --on torchrun --nodes 2 --devices 8 --head node1 -- fit -c my.yaml     (on both nodes)
   lightning-dist launch --on slurm --nodes 2 --devices 8 --sbatch partition=gpu --sbatch time=8:00:00 -- fit -c my.yaml
   lightning-dist launch --on ray --nodes 1:4 --devices 8 --max-restarts 9 -- fit -c my.yaml
@@ -109,13 +110,20 @@ def make_parser() -> ArgumentParser:
         "--head",
         metavar="HOST[:PORT]",
         default="",
-        help="the node at which the nodes of a run by torchrun meet; the Ray cluster (that of this machine), or local",
+        help="the node at which the nodes of a run by torchrun, or of --elastic, meet; the Ray cluster (that of this"
+        " machine), or local",
     )
     parser.add_argument(
         "--elastic",
         metavar="MIN:MAX",
         type=_replicas,
         help="start MAX replicas with --devices each, which train on without one that fails, with at least MIN of them",
+    )
+    parser.add_argument(
+        "--replicas",
+        metavar="LIST",
+        type=_indices,
+        help="the replicas of --elastic that this node starts, such as 0,1 (all); that of replica 0 is --head",
     )
     parser.add_argument(
         "--heartbeat",
@@ -156,7 +164,7 @@ def _mistake(options: argparse.Namespace, job: Job) -> str | None:
         value = getattr(options, name)
         if value and name not in LAUNCHERS[options.on].uses:
             users = " or ".join(f"--on {on}" for on, launcher in LAUNCHERS.items() if name in launcher.uses)
-            first = value[0] if isinstance(value, list) else value
+            first = value[0] if isinstance(value, list | tuple) and name != "elastic" else value
             return f"--{name}={first} belongs to {users}; --on={options.on} does not use it. Leave it out."
     if Path(options.logs or ".").is_file():
         return f"--logs={options.logs!r} is a file. Give a folder."
@@ -167,6 +175,12 @@ def _nodes(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number, or MIN:MAX")
     return tuple(map(int, text.split(":")))
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", text) or len(set(text.split(","))) < text.count(",") + 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected indices of replicas, such as 0 or 0,1")
+    return tuple(sorted(map(int, text.split(","))))
 
 
 def _replicas(text: str) -> ReplicaRange:

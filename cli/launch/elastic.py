@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,11 @@ from typing import TextIO
 
 from lightning_dist.cli.errors import TRAINING_FAILED, print_error
 from lightning_dist.cli.launch.failure import Failure, attempt_folder, first_error
-from lightning_dist.cli.launch.job import Job, python_words
+from lightning_dist.cli.launch.job import Job, endpoint_of, mistake_of_head, python_words
 from lightning_dist.cli.launch.rank import FINAL, FOLDER, STOPPED
 from lightning_dist.mesh.replica_range import COORDINATOR, RANGE, REPLICA, ReplicaRange
 
+DEFAULT_PORT = 29510
 _POLL_S = 0.02
 _SECONDS_TO_STOP = 300
 """Time that ranks have to save a checkpoint after a signal, before they are killed."""
@@ -44,37 +45,85 @@ class _Replica:
     end: int | None = None
 
 
-def describe(job: Job, replicas: ReplicaRange, heartbeat_s: float) -> str:
-    """Return what is started, for ``--dry-run``."""
-    coordinator = ["python", "-m", "lightning_dist.cli.launch.coordinator", "127.0.0.1:PORT", str(replicas.smallest)]
-    return (
-        f"# The coordinator, which leaves a replica out after {heartbeat_s:g} s without a sign of life:\n"
-        f"{shlex.join([*coordinator, str(round(heartbeat_s * 1000))])}\n"
-        f"# Each of {job.num_devices} ranks of each of {replicas.largest} replicas, with their numbers in the"
-        " environment:\n"
-        f"{RANGE}={replicas} {REPLICA}=INDEX {COORDINATOR}=http://127.0.0.1:PORT {FOLDER}={job.logs}/replica_INDEX"
-        f" {shlex.join(['python', *python_words(job)])}"
+def mistake(job: Job, replicas: ReplicaRange, here: tuple[int, ...] | None) -> str | None:
+    """Return what is wrong with a job whose replicas leave and join, and how to mend it; None: nothing.
+
+    Args:
+        job: The job.
+        replicas: Number of replicas without which no step begins, and of all replicas.
+        here: Indices of those of this node; None: all are here.
+    """
+    if job.words and not job.is_script and job.words[0] != "fit":
+        return f"--elastic={replicas} with {job.words[0]!r}: only a fit has replicas that leave and join. Leave it out."
+    if here is not None and max(here) >= replicas.largest:
+        return (
+            f"--replicas={_listed(here)} with --elastic={replicas}: expected indices from 0 to {replicas.largest - 1}."
+        )
+    is_part = here is not None and len(here) < replicas.largest
+    if is_part and not job.head:
+        return (
+            f"--replicas={_listed(here or ())} with --elastic={replicas}: the other replicas are on other nodes. Give"
+            " --head HOST, the name or address of the node that starts replica 0, on each node."
+        )
+    return mistake_of_head(job)
+
+
+def describe(job: Job, replicas: ReplicaRange, heartbeat_s: float, here: tuple[int, ...] | None) -> str:
+    """Return what is started on this node, for ``--dry-run``.
+
+    Args:
+        job: The job.
+        replicas: Number of replicas without which no step begins, and of all replicas.
+        heartbeat_s: Seconds after which a replica that sends no sign of life is left out.
+        here: Indices of the replicas of this node; None: all are here.
+    """
+    indices = range(replicas.largest) if here is None else here
+    address = endpoint_of(job.head, DEFAULT_PORT) if job.head else "127.0.0.1:PORT"
+    listens = f"0.0.0.0:{address.rpartition(':')[2]}" if job.head else address
+    coordinator = ["python", "-m", "lightning_dist.cli.launch.coordinator", listens, str(replicas.smallest)]
+    parts = []
+    if 0 in indices:
+        parts = [
+            f"# The coordinator, which leaves a replica out after {heartbeat_s:g} s without a sign of life:",
+            shlex.join([*coordinator, str(round(heartbeat_s * 1000))]),
+        ]
+    which = f"{replicas.largest} replicas" if here is None else f"the replicas {_listed(here)}"
+    return "\n".join(
+        [
+            *parts,
+            f"# Each of {job.num_devices} ranks of each of {which}, with their numbers in the environment:",
+            f"{RANGE}={replicas} {REPLICA}=INDEX {COORDINATOR}=http://{address} {FOLDER}={job.logs}/replica_INDEX"
+            f" {shlex.join(['python', *python_words(job)])}",
+        ]
     )
 
 
+def _listed(indices: Sequence[int]) -> str:
+    return ",".join(map(str, indices))
+
+
 class ElasticLaunch:
-    """Run the replicas of a job on this node, until all have ended.
+    """Run the replicas of a job that belong to this node, until all of them have ended.
 
     Args:
         job: The job; its devices are those of one replica.
-        replicas: Number of replicas without which no step begins, and of those that are started.
+        replicas: Number of replicas without which no step begins, and of all replicas.
         heartbeat_s: Seconds after which a replica that sends no sign of life is left out.
+        here: Indices of the replicas of this node; None: all are here. The coordinator is where replica 0 is.
     """
 
-    def __init__(self, job: Job, replicas: ReplicaRange, heartbeat_s: float) -> None:
+    def __init__(
+        self, job: Job, replicas: ReplicaRange, heartbeat_s: float, here: tuple[int, ...] | None = None
+    ) -> None:
         self._job = job
         self._range = replicas
         self._heartbeat_s = heartbeat_s
         self._restarts_left = job.max_restarts
-        self._replicas = [_Replica(index) for index in range(replicas.largest)]
+        self._replicas = [_Replica(index) for index in (range(replicas.largest) if here is None else here)]
         self._spares: list[subprocess.Popen[str]] = []
         self._coordinator: subprocess.Popen[bytes] | None = None
-        self._address = f"127.0.0.1:{_free_port()}"
+        self._address = endpoint_of(job.head, DEFAULT_PORT) if job.head else f"127.0.0.1:{_free_port()}"
+        self._listens_at = f"0.0.0.0:{self._address.rpartition(':')[2]}" if job.head else self._address
         self._signal: int | None = None
         self._signalled_at: float | None = None
         self._shown = _Shown(job.logs)
@@ -135,7 +184,7 @@ class ElasticLaunch:
                 COORDINATOR: f"http://{self._address}",
             }
             if self._job.on_gpu:
-                first = replica.index * size
+                first = self._replicas.index(replica) * size
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + local) for local in range(size))
             files = {"out": str(folder / f"rank_{rank}.out"), "err": str(folder / f"rank_{rank}.err")}
             words = python_words(self._job)[2:]
@@ -151,7 +200,7 @@ class ElasticLaunch:
 
     @property
     def _num_threads(self) -> int:
-        return max((os.cpu_count() or 1) // (self._job.num_devices * self._range.largest), 1)
+        return max((os.cpu_count() or 1) // (self._job.num_devices * len(self._replicas)), 1)
 
     def _look_after(self, replica: _Replica) -> None:
         """End a replica of which a process has failed, and start it again if it may be."""
@@ -184,7 +233,8 @@ class ElasticLaunch:
         else:
             self._end(replica, TRAINING_FAILED, failed)
             running = sum(one.end is None for one in self._replicas)
-            if running < self._range.smallest and not any(one.end == 0 for one in self._replicas):
+            is_whole = len(self._replicas) == self._range.largest
+            if is_whole and running < self._range.smallest and not any(one.end == 0 for one in self._replicas):
                 print_error(
                     f"{running} of {self._range.largest} replicas are left, and at least {self._range.smallest} must"
                     " train. All are ended.",
@@ -215,6 +265,8 @@ class ElasticLaunch:
 
     def _start_coordinator(self) -> None:
         """Start the coordinator, also after it has ended; replicas wait for it meanwhile."""
+        if all(replica.index for replica in self._replicas):
+            return
         if self._coordinator is not None and self._coordinator.poll() is None:
             return
         if self._coordinator is not None:
@@ -223,7 +275,7 @@ class ElasticLaunch:
         heartbeat = str(round(self._heartbeat_s * 1000))
         with (self._job.logs / "coordinator.err").open("a") as output:
             self._coordinator = subprocess.Popen(
-                [sys.executable, "-m", module, self._address, str(self._range.smallest), heartbeat],
+                [sys.executable, "-m", module, self._listens_at, str(self._range.smallest), heartbeat],
                 stdout=output,
                 stderr=output,
                 env={"RUST_LOG": "warn", **os.environ},

@@ -133,6 +133,23 @@ def value_of(words: tuple[str, ...] | list[str], option: str) -> str | None:
     return value
 
 
+def endpoint_of(head: str, port: int) -> str:
+    """Return ``HOST:PORT`` of an address that may have no port.
+
+    Args:
+        head: ``HOST`` or ``HOST:PORT``.
+        port: The port that is meant if the address has none.
+    """
+    return head if re.search(r":\d+$", head) else f"{head}:{port}"
+
+
+def mistake_of_head(job: Job) -> str | None:
+    """Return what is wrong with the address at which nodes meet; None: nothing."""
+    if job.head and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:]+)(:\d{1,5})?", job.head):
+        return f"--head={job.head!r}: expected HOST or HOST:PORT."
+    return None
+
+
 def python_words(job: Job) -> list[str]:
     """Return the words after ``python`` that run a rank of the job."""
     return ["-m", RANK_MODULE, *job.command()]

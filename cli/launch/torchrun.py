@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import logging
 import os
-import re
 import shlex
 import socket
 import sys
@@ -17,8 +16,9 @@ import psutil
 from lightning_dist.cli.errors import BAD_CONFIGURATION, TRAINING_FAILED, print_error
 from lightning_dist.cli.launch.elastic import ElasticLaunch
 from lightning_dist.cli.launch.elastic import describe as describe_elastic
+from lightning_dist.cli.launch.elastic import mistake as mistake_of_elastic
 from lightning_dist.cli.launch.failure import Failure, attempt_folder, first_error
-from lightning_dist.cli.launch.job import Job, Launcher, python_words
+from lightning_dist.cli.launch.job import Job, Launcher, endpoint_of, mistake_of_head, python_words
 from lightning_dist.cli.launch.rank import FOLDER, STOPPED, end_of
 
 DEFAULT_PORT = 29400
@@ -129,11 +129,7 @@ def _code_of(folder: Path, otherwise: int) -> int:
 def _endpoint(job: Job) -> str:
     if not job.head:
         return "localhost:0"
-    return _endpoint_of(job.head)
-
-
-def _endpoint_of(head: str) -> str:
-    return head if re.search(r":\d+$", head) else f"{head}:{DEFAULT_PORT}"
+    return endpoint_of(job.head, DEFAULT_PORT)
 
 
 def _store_of(head: str) -> object | None:
@@ -143,7 +139,7 @@ def _store_of(head: str) -> object | None:
     """
     from torch.distributed import TCPStore
 
-    host, _, port = _endpoint_of(head).rpartition(":")
+    host, _, port = endpoint_of(head, DEFAULT_PORT).rpartition(":")
     host = host.strip("[]")
     if not _is_here(host):
         return None
@@ -171,20 +167,22 @@ def _start_local(job: Job, options: argparse.Namespace) -> int:
             " 'lightning-dist[elastic]'."
         )
         return BAD_CONFIGURATION
-    return ElasticLaunch(job, job.elastic, options.heartbeat or 1.0).run()
+    return ElasticLaunch(job, job.elastic, options.heartbeat or 1.0, options.replicas).run()
 
 
 def _describe_local(job: Job, options: argparse.Namespace) -> str:
     if job.elastic is None:
         return describe(job, options)
-    return describe_elastic(job, job.elastic, options.heartbeat or 1.0)
+    return describe_elastic(job, job.elastic, options.heartbeat or 1.0, options.replicas)
 
 
 def _mistake_of_local(job: Job, options: argparse.Namespace) -> str | None:
-    if job.elastic is not None and job.words and not job.is_script and job.words[0] != "fit":
-        return (
-            f"--elastic={job.elastic} with {job.words[0]!r}: only a fit has replicas that leave and join. Leave it out."
-        )
+    if job.elastic is not None and (mistake := mistake_of_elastic(job, job.elastic, options.replicas)) is not None:
+        return mistake
+    if job.elastic is None and (job.head or options.replicas):
+        if job.head:
+            return f"--head={job.head}: --on=local uses it with --elastic only. Give --on torchrun, or leave it out."
+        return "--replicas without --elastic: give --elastic MIN:MAX as well, or leave it out."
     if job.num_nodes > 1:
         return (
             f"--nodes={job.nodes}, but --on=local starts the processes of this node alone. Give --on torchrun"
@@ -196,10 +194,8 @@ def _mistake_of_local(job: Job, options: argparse.Namespace) -> str | None:
 def _mistake_of_torchrun(job: Job, options: argparse.Namespace) -> str | None:
     if job.num_nodes > 1 and not job.head:
         return f"--nodes={job.nodes} needs --head HOST, the name or address of one of the nodes, on each node."
-    if job.head and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:]+)(:\d{1,5})?", job.head):
-        return f"--head={job.head!r}: expected HOST or HOST:PORT."
-    return None
+    return mistake_of_head(job)
 
 
-LOCAL = Launcher(_start_local, _describe_local, _mistake_of_local, uses=("elastic", "heartbeat"))
+LOCAL = Launcher(_start_local, _describe_local, _mistake_of_local, uses=("elastic", "heartbeat", "head", "replicas"))
 TORCHRUN = Launcher(start, describe, _mistake_of_torchrun, uses=("head",))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from math import gcd, lcm
 from typing import NamedTuple
 
 __all__ = ["COORDINATOR", "RANGE", "REPLICA", "ReplicaRange"]
@@ -48,6 +49,23 @@ class ReplicaRange(NamedTuple):
                 " largest number, or leave elastic out and use --max-restarts of lightning-dist launch."
             )
         return cls(int(match[1]), int(match[2]))
+
+    @property
+    def divisor(self) -> int:
+        """Return the number by which the batches of a step can be divided so that any number of replicas shares them.
+
+        It divides those of each replica while all are there.
+        """
+        return lcm(*(number // gcd(number, self.largest) for number in range(self.smallest, self.largest + 1)))
+
+    def num_batches(self, configured: int, num_members: int) -> int:
+        """Return the number of batches of each replica in a step that has as many as a step of all replicas.
+
+        Args:
+            configured: Number of batches of each replica while all are there, a multiple of :attr:`divisor`.
+            num_members: Number of replicas that take part in the step.
+        """
+        return configured * self.largest // num_members
 
     @classmethod
     def asked(cls, argument: str | None) -> ReplicaRange | None:

@@ -10,7 +10,8 @@ block, and ``A`` that of the activations:
   their reduction (``2 B``).
 - At the end of the backward: the same with all gradients instead of the activations and of ``K``; or the gradients of
   the outer units before and during their reduction (``2 U``) instead of those of a block.
-- In the optimizer step: parameters, gradients, states and buffers.
+- In the optimizer step: parameters, gradients, states and buffers; before it the gradients twice, if they are copied to
+  be reduced between the replicas of an elastic run.
 
 Where nothing is sharded, gradients are held twice at the end of a backward: as autograd has computed them, and in the
 buckets that are reduced. The sums for sharding follow Zhao et al., 2023 (PyTorch FSDP), and Rajbhandari et al., 2020
@@ -63,6 +64,7 @@ class RunSize:
         offloads_gradients: Whether shards of gradients are not on the device.
         offloads_states: Whether the states of optimizers are not on the device.
         steps_in_backward: Whether the gradients of a block are used and freed before those of the next are computed.
+        copies_gradients: Whether all gradients are copied when the backward has ended, to be reduced once more.
     """
 
     parameters: int
@@ -84,6 +86,7 @@ class RunSize:
     offloads_gradients: bool = False
     offloads_states: bool = False
     steps_in_backward: bool = False
+    copies_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def predict(size: RunSize) -> MemoryUse:
         begin = base + activations + size.rerun + accumulated
         end = base + 2 * gradients
         gathered = gradients
-    step = base + gradients
+    step = base + (2 if size.copies_gradients else 1) * gradients
     if size.offloads_states or size.offloads_params:  # Parameters that are stepped, with gradients and states.
         part = min(PART_BYTES, all_gradients)
         step += part + int(part * size.state_bytes * size.elements / max(size.trainable, 1))

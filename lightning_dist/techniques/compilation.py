@@ -142,6 +142,8 @@ class CompileOptions(TechniqueOptions):
             return
         reasons = {
             f"accumulate_grad_batches={fit.accumulate_grad_batches}": fit.accumulate_grad_batches > 1,
+            "an accumulate_grad_batches that changes during the run": fit.changes_accumulation,
+            "elastic_batch='fixed'": arguments["elastic_batch"] == "fixed",
             "automatic_optimization = False, which may add gradients up over steps": not fit.is_automatic,
         }
         for reason, is_given in reasons.items():

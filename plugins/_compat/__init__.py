@@ -18,6 +18,7 @@ Each says what could replace it.
 The names were checked with Lightning 2.6.
 """
 
+from lightning_dist.plugins._compat.accumulation import change_accumulation, configured_accumulation
 from lightning_dist.plugins._compat.checkpoints import (
     LINK_CHECKPOINT,
     dump_checkpoint,
@@ -121,6 +122,7 @@ __all__ = [
     "average_model",
     "before_reducing_evaluation",
     "before_validation",
+    "change_accumulation",
     "changes_accumulation",
     "check_output_of_training_step",
     "choose_training_samplers",
@@ -128,6 +130,7 @@ __all__ = [
     "complete_results",
     "compute_alone",
     "compute_gradient_norms_of_shards",
+    "configured_accumulation",
     "described_results",
     "dump_checkpoint",
     "evaluate_without_inference_mode",

@@ -26,6 +26,7 @@ __all__ = [
     "leave_signals_alone",
     "logging_step",
     "loop_of_evaluation",
+    "num_fetched",
     "observe_fetching",
     "output_of_step",
     "put_training_weights_back",
@@ -111,7 +112,15 @@ def is_first_batch(trainer: Trainer) -> bool:
 
     This could be replaced by a public property of the loop.
     """
-    return bool(trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0)
+    return num_fetched(trainer) == 0
+
+
+def num_fetched(trainer: Trainer) -> int:
+    """Return the number of batches of the epoch that have been fetched, with the one that is being trained on.
+
+    This could be replaced by a public property of the loop.
+    """
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 def evaluate_without_inference_mode(trainer: Trainer) -> None:

@@ -14,7 +14,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_dist.checkpoint import NUM_SEEN
-from lightning_dist.plugins._compat import changes_accumulation, mode_of_loaders, scheduled_accumulation
+from lightning_dist.plugins._compat import (
+    changes_accumulation,
+    configured_accumulation,
+    mode_of_loaders,
+    scheduled_accumulation,
+)
 from lightning_dist.plugins._compat.progress import count_batches, training_progress
 from lightning_dist.plugins.global_batch import Batch, rescale_batch
 from lightning_dist.run.sampler import DealtSampler, ResumableSampler
@@ -182,7 +187,7 @@ class LoaderPosition:
     @property
     def _batch(self) -> Batch:
         # If a GradientAccumulationScheduler sets the number of accumulated batches, it is not a part of the position.
-        accumulate = 1 if changes_accumulation(self._trainer) else self._trainer.accumulate_grad_batches
+        accumulate = 1 if changes_accumulation(self._trainer) else configured_accumulation(self._trainer)
         return Batch(self._batches.batch_size, accumulate, self._sampler.num_replicas)
 
     def _keep_global_batch(self, total: int, configured: Batch) -> None:

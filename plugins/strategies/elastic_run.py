@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -34,6 +35,10 @@ _GRACE_S = 10.0
 """Seconds for which a reduction waits for another replica before it is repeated, possibly without that one."""
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class ElasticRun:
     """Take part in a run whose replicas leave and join; do nothing in any other run.
 
@@ -47,6 +52,7 @@ class ElasticRun:
         self._checkpoints = checkpoints
         self._membership: Membership | None = None
         self._was_leader = True
+        self._restore_accumulation: Callable[[], None] = _do_nothing
         self.num_taken_over = 0
         """The number of steps whose result this replica has taken over from others."""
 
@@ -83,13 +89,14 @@ class ElasticRun:
             ModuleNotFoundError: If torchft is not installed.
             ValueError: If no launcher has said which replica this is.
         """
-        leave()
-        self._membership, self._was_leader = None, True
+        self.leave()
+        leave()  # A fit of another strategy in this process may have joined a run.
+        self._was_leader = True
         _compat.set_rank_zero(self._host.global_rank)
         replicas = ReplicaRange.asked(self._host.config.arguments["elastic"])
         if replicas is None or self._host.trainer.state.fn != TrainerFn.FITTING:
             return
-        self._refuse_own_metrics(self._host.trainer)
+        self._refuse_callbacks(self._host.trainer)
         options = MembershipOptions(
             index=replicas.own_index(),
             smallest=replicas.smallest,
@@ -102,6 +109,17 @@ class ElasticRun:
         )
         membership.on_change = self._follow_leader
         self._set_leader()
+        if self._host.config.arguments["elastic_batch"] == "fixed":
+            self._restore_accumulation = _compat.change_accumulation(self._host.trainer, self._begin_step)
+
+    def _begin_step(self) -> int:
+        """Find out which replicas take part in the coming step, and return how many batches each has in it."""
+        membership = self._membership
+        if membership is None:
+            raise RuntimeError("This run has no other replicas.")
+        membership.begin_step()
+        replicas = ReplicaRange(membership.options.smallest, membership.options.largest)
+        return replicas.num_batches(_compat.configured_accumulation(self._host.trainer), len(membership.members))
 
     def leave(self) -> None:
         """Leave the run at its end."""
@@ -109,6 +127,8 @@ class ElasticRun:
             self._was_leader = self._membership.is_leader
             leave()
             self._membership = None
+            self._restore_accumulation()
+            self._restore_accumulation = _do_nothing
 
     def check(self) -> None:
         """Refuse schedules that follow a metric, and optimizers whose states cannot be sent to a replica that joins.
@@ -144,12 +164,17 @@ class ElasticRun:
             **{name: str(arguments[name]) for name in arguments if arguments.is_given(name)},
         }
 
-    @staticmethod
-    def _refuse_own_metrics(trainer: Trainer) -> None:
+    def _refuse_callbacks(self, trainer: Trainer) -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, GradientNoiseScale) for callback in callbacks):
             raise MisconfigurationException(
                 "elastic with GradientNoiseScale: it sees the gradients of one replica only. Leave the callback out."
+            )
+        keeps_batch = self._host.config.arguments["elastic_batch"] == "fixed"
+        if keeps_batch and any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+            raise MisconfigurationException(
+                "elastic_batch='fixed' with StochasticWeightAveraging: both change accumulate_grad_batches. Leave one"
+                " of the two out."
             )
         if any(isinstance(callback, EarlyStopping) for callback in callbacks):
             raise MisconfigurationException(

@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_replicas_are_killed_and_come_back(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, ()), pytest.param(2, (), marks=pytest.mark.thorough), (1, ("--fixed-batch", "--nodes=2"))],
+)
+def test_replicas_are_killed_and_come_back(tmp_path: Path, ranks: int, options: tuple[str, ...]) -> None:
     # The bound of the stall is that of a quiet machine.
     words = ["--replicas=2", f"--ranks={ranks}", "--kills=2", "--heartbeat=1", f"--folder={tmp_path / 'run'}"]
     found = subprocess.run(
-        [sys.executable, "-m", "tests.elastic", *words, "--any-stall"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tests.elastic", *words, "--any-stall", *options],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert found.returncode == 0, f"{found.stdout}{found.stderr}{(tmp_path / 'run/kills/launch.txt').read_text()}"
     assert "without a mistake" in found.stdout

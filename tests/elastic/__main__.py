@@ -6,6 +6,7 @@ import argparse
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,8 @@ class Training:
         seconds: Time that each step takes in addition.
         logs: Whether the training logs to MLflow.
         failing: Index of a replica whose reductions fail now and then; None: none.
+        keeps_batch: Whether each step has the same global batch.
+        nodes: Number of launch commands that share the replicas, as they do on several nodes.
     """
 
     def __init__(
@@ -46,25 +49,37 @@ class Training:
         seconds: float,
         logs: bool = False,
         failing: int | None = None,
+        keeps_batch: bool = False,
+        nodes: int = 1,
     ) -> None:
-        self.folder, self.ranks = folder, ranks
+        self.folder, self.ranks, self.keeps_batch = folder, ranks, keeps_batch
         self._rows = Rows(folder)
         self.everyone = tuple(range(replicas))
-        strategy = "data_parallel" if ranks == 1 else "hybrid_shard"
-        configuration = configure(folder, strategy, max_steps=1_000_000, seconds=seconds, logs=logs, failing=failing)
+        strategy = "DataParallelStrategy" if ranks == 1 else "HybridShardStrategy"
+        configuration = configure(folder, strategy, 1_000_000, seconds, logs, failing, keeps_batch)
         words = ["launch", f"--devices={ranks}", f"--elastic=1:{replicas}", "--max-restarts=9999"]
-        words += [f"--heartbeat={heartbeat}", f"--logs={folder / 'logs'}", "--", "fit", "-c", str(configuration)]
-        with (folder / "launch.txt").open("w") as output:
-            self.launch = subprocess.Popen(
-                [sys.executable, "-m", "lightning_dist.cli", *words], stdout=output, stderr=output, text=True
-            )
+        words += [f"--heartbeat={heartbeat}", f"--logs={folder / 'logs'}"]
+        parts = [[f"--replicas={','.join(map(str, range(node, replicas, nodes)))}"] for node in range(nodes)]
+        head = [f"--head=localhost:{_free_port()}"] if nodes > 1 else []
+        self.launches = list[subprocess.Popen[str]]()
+        for part in parts:
+            command = [sys.executable, "-m", "lightning_dist.cli", *words, *head, *part, "--", "fit"]
+            with (folder / "launch.txt").open("a") as output:
+                self.launches.append(
+                    subprocess.Popen([*command, "-c", str(configuration)], stdout=output, stderr=output, text=True)
+                )
 
     def __enter__(self) -> Training:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.launch.kill()
-        self.launch.wait()
+        for launch in self.launches:
+            launch.kill()
+            launch.wait()
+
+    def children(self) -> list[psutil.Process]:
+        """Return the processes that the launch commands have started and that run now."""
+        return [child for launch in self.launches for child in psutil.Process(launch.pid).children()]
 
     def rows(self) -> list[Row]:
         """Return what all ranks have written so far."""
@@ -82,7 +97,8 @@ class Training:
         """
         end = time.monotonic() + _SECONDS
         while not condition(rows := self.rows()):
-            assert self.launch.poll() is None, f"launch has ended with exit code {self.launch.returncode}"
+            codes = [launch.poll() for launch in self.launches]
+            assert codes == [None] * len(codes), f"launch has ended with exit codes {codes}"
             assert time.monotonic() < end, f"nothing happened for {_SECONDS:.0f} s: {rows[-3:]}"
             time.sleep(0.1)
         return rows
@@ -103,9 +119,16 @@ class Training:
         return at
 
     def stop(self) -> int:
-        """Ask the training to stop, and return its exit code."""
-        self.launch.send_signal(signal.SIGTERM)
-        return self.launch.wait(_SECONDS)
+        """Ask the training to stop, and return its exit code, which is that of all launch commands.
+
+        Raises:
+            AssertionError: If they end with different exit codes.
+        """
+        for launch in self.launches:
+            launch.send_signal(signal.SIGTERM)
+        codes = {launch.wait(_SECONDS) for launch in self.launches}
+        assert len(codes) == 1, f"exit codes {codes}"
+        return codes.pop()
 
     def check(self) -> str:
         """Stop the training, compare all steps, and return how many there were.
@@ -115,10 +138,17 @@ class Training:
         """
         code = self.stop()
         rows = self.rows()
-        wrong = mistakes_in(rows, len(self.everyone), self.ranks)
+        wrong = mistakes_in(rows, len(self.everyone), self.ranks, self.keeps_batch)
         assert not wrong, "\n".join(wrong[:10])
         assert code == 75, f"exit code {code}"
         return f"{max(row.step for row in rows)} steps without a mistake"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
 
 
 def kills(training: Training, number: int, bound: float) -> str:
@@ -285,7 +315,7 @@ def _next_process(training: Training, victim: Row, since: float) -> psutil.Proce
     folder = training.folder / "logs" / f"replica_{victim.replica}"
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
-        for process in psutil.Process(training.launch.pid).children():
+        for process in training.children():
             with_log = [file for file in _open_files(process) if str(folder) in file and "rank_0" in file]
             if with_log and process.pid != victim.pid and os.path.getctime(with_log[0]) > since:
                 return process
@@ -313,8 +343,7 @@ def during_a_checkpoint(training: Training) -> str:
 def the_coordinator(training: Training) -> str:
     """Kill the coordinator, which is started again, and then a replica."""
     training.until_all_train()
-    children = psutil.Process(training.launch.pid).children()
-    (coordinator,) = [one for one in children if "lightning_dist.cli.launch.coordinator" in one.cmdline()]
+    (coordinator,) = [one for one in training.children() if "lightning_dist.cli.launch.coordinator" in one.cmdline()]
     coordinator.kill()
     at = time.time()
     training.until_all_train(at + 2)
@@ -373,6 +402,8 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=90.0, help="seconds from one kill of the soak to the next")
     parser.add_argument("--heartbeat", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=0.02, help="time that a step takes in addition")
+    parser.add_argument("--fixed-batch", action="store_true", help="let each step have the same global batch")
+    parser.add_argument("--nodes", type=int, default=1, help="number of launch commands that share the replicas")
     parser.add_argument("--any-stall", action="store_true", help="do not check how long survivors stall")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
@@ -386,7 +417,9 @@ def main() -> int:
         begin = time.monotonic()
         sizes = options.replicas, options.ranks, options.heartbeat, options.seconds
         failing = 1 if name == "one_falls_behind" else None
-        with Training(folder / name, *sizes, logs=name == "the_leader", failing=failing) as training:
+        with Training(
+            folder / name, *sizes, name == "the_leader", failing, options.fixed_batch, options.nodes
+        ) as training:
             try:
                 result = function(training)
             except AssertionError as error:

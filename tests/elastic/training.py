@@ -22,6 +22,8 @@ from lightning_dist.mesh.membership import current_membership
 
 BATCH_SIZE = 4
 NUM_SAMPLES = 1200
+NUM_ACCUMULATED = 2
+"""Number of batches of a step that all replicas have together divided by that of the replicas, in a fixed batch."""
 
 _CONFIGURATION = """\
 seed_everything: 1
@@ -31,7 +33,10 @@ model:
 trainer:
   accelerator: cpu
   precision: 64-true
-  strategy: {strategy}
+  strategy:
+    class_path: {strategy}
+    init_args: {{elastic_batch: {batch}}}
+  accumulate_grad_batches: {accumulated}
   max_steps: {max_steps}
   logger: {logger}
   log_every_n_steps: 10
@@ -39,7 +44,7 @@ trainer:
   enable_progress_bar: false
   enable_model_summary: false
   callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+    {averaging}- class_path: lightning.pytorch.callbacks.ModelCheckpoint
       init_args: {{dirpath: {folder}/checkpoints, every_n_train_steps: 50, save_top_k: -1}}
 """
 
@@ -58,7 +63,8 @@ class Row:
         batch: Index of the batch in the epoch.
         members: Indices of the replicas that took part in the step.
         leader: Index of the replica that logs and writes checkpoints.
-        loss: Loss of this rank's batch.
+        losses: Losses of this rank's batches that the step has accumulated, the last one of which is ``batch``.
+        accumulated: Number of batches of a step, if its epoch has as many left.
         rate: Learning rate that the next step will have.
         digest: Digest of this rank's parameters after the step.
         lost_s: Seconds that this rank has lost so far by replicas that have left.
@@ -74,7 +80,8 @@ class Row:
     batch: int
     members: tuple[int, ...]
     leader: int
-    loss: float
+    losses: tuple[float, ...]
+    accumulated: int
     rate: float
     digest: str
     lost_s: float
@@ -95,8 +102,10 @@ class Recorded(pl.LightningModule):
         self.failing = failing
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
         self.folder, self.seconds = Path(folder), seconds
+        self._step, self._losses = 0, list[float]()
 
     def on_train_start(self) -> None:
+        self._step, self._losses = self.global_step, []
         if self.failing != int(os.environ["LIGHTNING_DIST_REPLICA"]):
             return
         membership = current_membership()
@@ -117,6 +126,10 @@ class Recorded(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         elastic = self.trainer.strategy.elastic
+        self._losses.append(float(outputs["loss"]) * self.trainer.accumulate_grad_batches)
+        if self.global_step == self._step:
+            return
+        self._step = self.global_step
         digest = hashlib.sha256()
         for param in self.parameters():
             digest.update(local_of(param.detach()).contiguous().numpy().tobytes())
@@ -131,7 +144,8 @@ class Recorded(pl.LightningModule):
             batch=batch_idx,
             members=elastic.members,
             leader=elastic.leader,
-            loss=float(outputs["loss"]),
+            losses=tuple(self._losses),
+            accumulated=self.trainer.accumulate_grad_batches,
             rate=self.trainer.optimizers[0].param_groups[0]["lr"],
             digest=digest.hexdigest()[:16],
             lost_s=elastic.lost_s,
@@ -139,6 +153,7 @@ class Recorded(pl.LightningModule):
         )
         with (self.folder / f"steps_{replica}_{self.global_rank}").open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
+        self._losses = []
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -177,16 +192,18 @@ def configure(
     seconds: float = 0.0,
     logs: bool = False,
     failing: int | None = None,
+    keeps_batch: bool = False,
 ) -> Path:
     """Write the configuration of a training into an empty folder.
 
     Args:
         folder: Folder of the training.
-        strategy: Name of the strategy.
+        strategy: Name of the strategy's class.
         max_steps: Number of steps.
         seconds: Time that each step takes in addition.
         logs: Whether the training logs to the store of :func:`store_of`.
         failing: Index of a replica whose reductions fail now and then; None: none.
+        keeps_batch: Whether each step has the same global batch, which 1 to 3 replicas can divide among them.
     """
     folder.mkdir(parents=True)
     path = folder / "my.yaml"
@@ -195,11 +212,15 @@ def configure(
     path.write_text(
         _CONFIGURATION.format(
             folder=folder,
-            strategy=strategy,
+            strategy=f"lightning_dist.{strategy}",
+            batch="fixed" if keeps_batch else "scaled",
+            accumulated=NUM_ACCUMULATED if keeps_batch else 1,
             max_steps=max_steps,
             seconds=seconds,
             logger=logger,
             failing="null" if failing is None else failing,
+            # A replica must take over the weights of another one, and not their averages.
+            averaging="" if failing is None else "- lightning.pytorch.callbacks.EMAWeightAveraging\n    ",
         )
     )
     return path
@@ -225,18 +246,21 @@ class Rows:
                 while (line := file.readline()).endswith("\n"):  # A rank that was killed may have written a part.
                     self._ends[path] = file.tell()
                     values = json.loads(line)
-                    self._rows.append(Row(**{**values, "members": tuple(values["members"])}))
+                    self._rows.append(
+                        Row(**{**values, **{name: tuple(values[name]) for name in ("members", "losses")}})
+                    )
         self._rows.sort(key=lambda row: row.at)
         return self._rows
 
 
-def mistakes_in(rows: Sequence[Row], num_replicas: int, num_ranks: int) -> list[str]:
+def mistakes_in(rows: Sequence[Row], num_replicas: int, num_ranks: int, keeps_batch: bool = False) -> list[str]:
     """Return in which way the steps differ between replicas, or from those of one process with the same members.
 
     Args:
         rows: What all ranks have written.
         num_replicas: Number of replicas that the data are divided among.
         num_ranks: Number of ranks of a replica.
+        keeps_batch: Whether each step has the same global batch.
     """
     by_step: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
@@ -244,7 +268,7 @@ def mistakes_in(rows: Sequence[Row], num_replicas: int, num_ranks: int) -> list[
     found = [f"step {step} is missing" for step in range(1, max(by_step) + 1) if step not in by_step]
     counted = _counted_by_themselves(rows)
     for step, group in by_step.items():
-        for name in ("epoch", "batch", "rate", "members", "leader"):
+        for name in ("epoch", "batch", "accumulated", "rate", "members", "leader"):
             # A replica that has taken over a step knows its members and its leader no more.
             of = [row for row in group if row in counted] if name in ("members", "leader") else group
             values = {getattr(row, name) for row in of}
@@ -257,7 +281,7 @@ def mistakes_in(rows: Sequence[Row], num_replicas: int, num_ranks: int) -> list[
         ranks = [(row.replica, row.rank) for row in group]
         if len(set(ranks)) < len(ranks):
             found.append(f"step {step} was written twice")
-    return found or _differences_from_one_process(by_step, counted, num_replicas, num_ranks)
+    return found or _differences_from_one_process(by_step, counted, num_replicas, num_ranks, keeps_batch)
 
 
 def _counted_by_themselves(rows: Sequence[Row]) -> set[Row]:
@@ -273,7 +297,7 @@ def _counted_by_themselves(rows: Sequence[Row]) -> set[Row]:
 
 
 def _differences_from_one_process(
-    by_step: dict[int, list[Row]], counted: set[Row], num_replicas: int, num_ranks: int
+    by_step: dict[int, list[Row]], counted: set[Row], num_replicas: int, num_ranks: int, keeps_batch: bool
 ) -> list[str]:
     """Train in one process with the members that each step had, and compare the losses and the learning rates."""
     pl.seed_everything(1, verbose=False)
@@ -282,25 +306,36 @@ def _differences_from_one_process(
     schedule, found = schedule_of(optimizer), []
     num_parts, epoch = num_replicas * num_ranks, -1
     loaders: dict[int, list[Any]] = {}
+    before: tuple[int, ...] = ()
     for step in sorted(by_step):
         group = by_step[step]
         if group[0].epoch != epoch:
             epoch = group[0].epoch
             loaders = {part: _batches(part, num_parts, epoch) for part in range(num_parts)}
-        losses = {}
         members = next((row.members for row in group if row in counted), ())
         if not members:
             found.append(f"step {step} was counted by nobody")
-        for replica in members:
-            for rank in range(num_ranks):
-                part = replica * num_ranks + rank
-                losses[replica, rank] = loss_of(net, loaders[part][group[0].batch])
+            continue
+        accumulated, num_batches = group[0].accumulated, len(group[0].losses)
+        is_fixed = accumulated * len(members) == NUM_ACCUMULATED * num_replicas
+        if keeps_batch and set(before) <= set(members) and not is_fixed:
+            found.append(f"step {step}: {len(members)} replicas have accumulated {accumulated} batches")
+        before = members
+        indices = range(group[0].batch + 1 - num_batches, group[0].batch + 1)
+        losses = {
+            (replica, rank): [loss_of(net, loaders[replica * num_ranks + rank][index]) for index in indices]
+            for replica in members
+            for rank in range(num_ranks)
+        }
         for row in group:
-            expected = losses[row.replica, row.rank].item() if row.replica in members else row.loss
-            if abs(row.loss - expected) > 1e-9 * abs(expected):
-                found.append(f"step {step}, replica {row.replica}: the loss is {row.loss}, and not {expected}")
+            of_row = losses.get((row.replica, row.rank))  # A replica that was left out has no part in the step.
+            for loss, expected in zip(row.losses, of_row, strict=True) if of_row else ():
+                if abs(loss - expected.item()) > 1e-9 * abs(expected.item()):
+                    found.append(f"step {step}, replica {row.replica}: the loss is {loss}, and not {expected}")
         optimizer.zero_grad()
-        torch.stack(list(losses.values())).mean().backward()
+        # Lightning divides by this number at the end of an epoch as well, where fewer batches are left.
+        total = torch.stack([loss for of_rank in losses.values() for loss in of_rank]).sum()
+        (total / (accumulated * len(losses))).backward()
         optimizer.step()
         schedule.step()
         if abs(group[0].rate - optimizer.param_groups[0]["lr"]) > 1e-12:

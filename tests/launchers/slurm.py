@@ -6,12 +6,15 @@ Run as ``python -m tests.launchers.slurm``, by root, with Debian's packages slur
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from tests.elastic import training as elastic
 from tests.launchers.slurm_cluster import NODES, cluster, missing_programs, output, state_of
 from tests.launchers.training import SECONDS, Scenario, check, configure, losses_of, run_scenarios, uninterrupted, until
 
@@ -88,9 +91,53 @@ def preempted(folder: Path, expected: dict[int, str]) -> str:
     return check_nodes(folder, expected, 2)
 
 
+_REPLICAS = """\
+#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --no-kill --exclusive --output={folder}/job.out
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --no-kill --kill-on-bad-exit=0 bash -c "{python} -m lightning_dist.cli launch --devices 1 --elastic 1:2 \
+  --max-restarts 9 --logs {folder}/logs --replicas \\$SLURM_NODEID --head $head -- fit -c {configuration}"
+"""
+
+
+def replicas(folder: Path, expected: dict[int, str]) -> str:
+    """Train one replica on each node; lose a rank, which comes back, and then the node, without which training goes on.
+
+    Args:
+        folder: Folder of the scenario.
+        expected: Losses of another training, which are not used.
+    """
+    configuration = elastic.configure(folder, "DataParallelStrategy", max_steps=1_000_000, seconds=0.1)
+    script, written = folder / "job.sh", elastic.Rows(folder)
+    script.write_text(_REPLICAS.format(folder=folder, python=sys.executable, configuration=configuration))
+    job = output("sbatch", "--parsable", str(script))
+
+    def together(since: float) -> bool:
+        return {row.replica for row in written.read() if row.members == (0, 1) and row.at > since} == {0, 1}
+
+    until(lambda: together(0.0), SECONDS)
+    victim = next(row for row in reversed(written.read()) if row.replica == 1)
+    os.kill(victim.pid, signal.SIGKILL)
+    until(lambda: any(row.replica == 1 and row.pid != victim.pid for row in written.read()), SECONDS)
+    back_at = time.time()
+    until(lambda: together(back_at), SECONDS)
+    output("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
+    down_at = time.time()
+    until(lambda: sum(row.members == (0,) and row.at > down_at for row in written.read()) > 50, SECONDS)
+    assert state_of(job) == "RUNNING", state_of(job)
+    output("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+    output("scancel", "--signal=TERM", job)
+    until(lambda: state_of(job) != "RUNNING", SECONDS)
+    rows = written.read()
+    wrong = elastic.mistakes_in(rows, 2, 1)
+    assert not wrong, "\n".join(wrong[:10])
+    return f"{max(row.step for row in rows)} steps, the last ones without a node, equal one process"
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     two_nodes,
     killed_rank,
+    replicas,
     mistake,
     preempted,
     end_of_time,

@@ -126,7 +126,13 @@ def test_command_of_torchrun(
         ("--devices 2 --nodes a -- fit", "argument --nodes: 'a': expected a number, or MIN:MAX"),
         ("--devices 2 --nodes 3:2 -- fit", "--nodes=3:2: expected the smaller number first, as in --nodes 1:4."),
         ("--on slurm --devices 2 --nodes 1:2 -- fit", "--nodes=1:2: a job of SLURM has a fixed number of nodes."),
-        ("--devices 2 --head node1 -- fit", "--head=node1 belongs to --on torchrun or --on ray; --on=local does not"),
+        ("--devices 2 --head node1 -- fit", "--head=node1: --on=local uses it with --elastic only."),
+        ("--devices 2 --replicas 0 -- fit", "--replicas without --elastic: give --elastic MIN:MAX as well"),
+        ("--on slurm --devices 2 --replicas 0 -- fit", "--replicas=0 belongs to --on local; --on=slurm does not"),
+        ("--devices 2 --elastic 1:2 --replicas 0,2 -- fit", "--replicas=0,2 with --elastic=1:2: expected indices from"),
+        ("--devices 2 --elastic 1:2 --replicas 0,0 -- fit", "argument --replicas: '0,0': expected indices of replicas"),
+        ("--devices 2 --elastic 1:2 --replicas 0 -- fit", "the other replicas are on other nodes. Give --head HOST"),
+        ("--devices 2 --elastic 1:2 --head a:b -- fit", "--head='a:b': expected HOST or HOST:PORT."),
         ("--devices 2 --wait 5 -- fit", "--wait=5.0 belongs to --on ray; --on=local does not use it."),
         ("--on ray --devices 2 --wait -1 -- fit", "--wait=-1.0: expected at least 0."),
         ("--on torchrun --devices 2 --head a:b -- fit", "--head='a:b': expected HOST or HOST:PORT."),
@@ -208,6 +214,18 @@ def test_description_of_replicas(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
         " python -m lightning_dist.cli.launch.rank fit --ckpt_path=auto -c my.yaml --trainer.devices=2"
         " --trainer.num_nodes=1\n"
     )
+
+
+def test_description_of_the_replicas_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "--devices=2", "--elastic=2:3", "--head=node1", "--logs=logs", "--dry-run"]
+    for replicas, listens in (("0", True), ("2,1", False)):
+        assert run_command(monkeypatch, *words, f"--replicas={replicas}", "--", "fit", "-c", "my.yaml") == 0
+        output = capfd.readouterr().out
+        assert ("launch.coordinator 0.0.0.0:29510 2 1000\n" in output) is listens
+        assert f"# Each of 2 ranks of each of the replicas {'0' if listens else '1,2'}, with their numbers" in output
+        assert "TORCHFT_LIGHTHOUSE=http://node1:29510" in output
 
 
 def test_values_of_options() -> None:

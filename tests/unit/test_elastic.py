@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.mesh.membership import BehindError, Membership, MembershipOptions
 from lightning_dist.mesh.replica_range import ReplicaRange
 from lightning_dist.parallelize import options_from
+from lightning_dist.parameters.memory_use import RunSize, predict
 from lightning_dist.techniques.elastic import ElasticOptions
 from lightning_dist.techniques.options import Fit, Run
 
@@ -230,3 +232,46 @@ def test_manual_optimization_is_not_elastic() -> None:
     manual = Fit("Gan", False, 1, False, None, "", lambda names: [])
     with pytest.raises(ValueError, match="with automatic_optimization = False in Gan: replicas agree once in each"):
         options.of(ElasticOptions).check_fit(run, manual, options)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "accumulated", "divisor"),
+    [("2:3", 3, 2), ("1:3", 3, 2), ("2:4", 4, 3), ("1:2", 1, None), ("2:3", 2, None), ("2:2", 1, None)],
+)
+def test_a_batch_that_stays_the_same_must_be_divisible(replicas: str, accumulated: int, divisor: int | None) -> None:
+    options = options_from({"elastic": replicas, "elastic_batch": "fixed"})
+    run = Run("data_parallel", ParallelLayout(), "cpu", 1, "32-true", False, False)
+    fit = Fit("Net", True, accumulated, False, None, "", lambda names: [])
+    elastic = options.of(ElasticOptions)
+    if divisor is None:
+        elastic.check_fit(run, fit, options)
+        smallest, largest = (int(number) for number in replicas.split(":"))
+        for number in range(smallest, largest + 1):
+            assert ReplicaRange(smallest, largest).num_batches(accumulated, number) * number == accumulated * largest
+        return
+    message = f"accumulate_grad_batches={accumulated}: the batches of a step cannot be divided among"
+    with pytest.raises(ValueError, match=rf"{message} .* replicas\. Use a multiple of {divisor}, with batches"):
+        elastic.check_fit(run, fit, options)
+
+
+def test_a_schedule_of_accumulation_is_no_batch_that_stays_the_same() -> None:
+    options = options_from({"elastic": "2:3", "elastic_batch": "fixed"})
+    run = Run("data_parallel", ParallelLayout(), "cpu", 1, "32-true", False, False)
+    with pytest.raises(ValueError, match="and a GradientAccumulationScheduler: both change accumulate_grad_batches"):
+        options.of(ElasticOptions).check_fit(run, Fit("Net", True, 2, True, None, "", lambda names: []), options)
+
+
+def test_the_batch_of_replicas_needs_replicas_that_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_DIST_ELASTIC", raising=False)
+    options = options_from({"elastic_batch": "fixed"})
+    run = Run("data_parallel", ParallelLayout(), "cpu", 1, "32-true", False, False)
+    with pytest.raises(ValueError, match="elastic_batch='fixed' without elastic: no replica is ever away"):
+        options.of(ElasticOptions).check(run, options)
+    with pytest.raises(ValueError, match="elastic_batch='constant': expected 'scaled' or 'fixed'"):
+        DataParallelStrategy(elastic="2:3", elastic_batch="constant")
+
+
+def test_gradients_that_are_kept_are_predicted() -> None:
+    size = RunSize(parameters=400, trainable=400, elements=100, state_bytes=8.0, num_shards=2)
+    traits = options_from({"elastic": "2:3"}).of(ElasticOptions).memory_traits(CPU)
+    assert predict(replace(size, **traits)).peak - predict(size).peak == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -27,13 +28,17 @@ class ElasticReplicas(Technique):
     Args:
         membership: This process's part in the run.
         reduce_dtype: The dtype that gradients are reduced in; None: that of each parameter.
+        keeps_batch: Whether replicas accumulate more batches while others are away; the table at the start says so.
     """
 
-    def __init__(self, membership: Membership, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, membership: Membership, reduce_dtype: torch.dtype | None = None, keeps_batch: bool = False
+    ) -> None:
+        self._keeps_batch = keeps_batch
         self._membership = membership
         self._reduce_dtype = reduce_dtype
         self._has_shared = self._trains = False
-        self._lost_s_before = 0.0
+        self._lost_s_before, self._measured_at_s = 0.0, time.perf_counter()
 
     def attach(self, parallel: Parallel) -> None:
         """Keep the parallel module, whose gradients are averaged."""
@@ -108,19 +113,22 @@ class ElasticReplicas(Technique):
     def table_rows(self) -> Rows:
         """Return a row that says which replica this is."""
         options = self._membership.options
+        batch = "stays the same, by more accumulated batches," if self._keeps_batch else "is smaller"
         yield (
             "elastic",
             f"replica {options.index} of {options.largest}; trains on with at least {options.smallest}; gradients are"
-            " averaged over replicas after the backward",
+            f" averaged over replicas after the backward; the global batch {batch} while a replica is away",
         )
 
     def metrics(self, num_steps: int) -> dict[str, float]:
-        """Return the number of replicas that take part, and the seconds lost by those that have left."""
-        lost_s, before = self._membership.lost_s, self._lost_s_before
-        self._lost_s_before = lost_s
+        """Return the number of replicas that take part, and what those that have left have cost since the last call."""
+        lost_s, now_s = self._membership.lost_s - self._lost_s_before, time.perf_counter()
+        elapsed_s = now_s - self._measured_at_s
+        self._lost_s_before, self._measured_at_s = self._membership.lost_s, now_s
         return {
             "elastic/replicas": len(self._membership.members),
-            "elastic/lost_ms_per_step": (lost_s - before) / num_steps * 1000,
+            "elastic/lost_ms_per_step": lost_s / num_steps * 1000,
+            "elastic/effective_time_ratio": 1 - min(lost_s / elapsed_s, 1.0),
         }
 
 

@@ -236,7 +236,11 @@ class StepTelemetry(Callback):
             logger.log_metrics(metrics, step=self._logging_step)
         if on_progress_bar:
             rate = "tokens" if "perf/tokens_per_s" in metrics else "samples"
-            shown = {f"{rate}/s": metrics.get(f"perf/{rate}_per_s"), "mfu": metrics.get("perf/mfu")}
+            shown = {
+                f"{rate}/s": metrics.get(f"perf/{rate}_per_s"),
+                "mfu": metrics.get("perf/mfu"),
+                "replicas": metrics.get("elastic/replicas"),
+            }
             for name, value in shown.items():
                 if value is not None:
                     pl_module.log(name, value, prog_bar=True, logger=False)
