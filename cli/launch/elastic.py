@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from lightning_dist.cli.errors import TRAINING_FAILED, print_error
 from lightning_dist.cli.launch.failure import Failure, attempt_folder, first_error
 from lightning_dist.cli.launch.job import Job, endpoint_of, mistake_of_head, python_words
+from lightning_dist.cli.launch.output import print_new
 from lightning_dist.cli.launch.rank import FINAL, FOLDER, STOPPED
 from lightning_dist.mesh.replica_range import COORDINATOR, RANGE, REPLICA, ReplicaRange
 
@@ -344,21 +344,7 @@ class _Shown:
         """Print what is new."""
         for (replica, ending), (path, begin) in list(self._files.items()):
             stream = sys.stdout if ending == "out" else sys.stderr
-            self._files[replica, ending] = path, _copy(path, begin, stream)
-
-
-def _copy(path: Path, begin: int, stream: TextIO) -> int:
-    """Print what a file has from a position on, and return the position of its end."""
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            new = file.read()
-    except FileNotFoundError:
-        return begin
-    if new:
-        stream.write(new.decode(errors="replace"))
-        stream.flush()
-    return begin + len(new)
+            self._files[replica, ending] = path, print_new(path, begin, stream)
 
 
 def _write(process: subprocess.Popen[str], line: str) -> None:

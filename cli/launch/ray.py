@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from lightning_dist.cli.errors import BAD_CONFIGURATION, TRAINING_FAILED, print_error
 from lightning_dist.cli.launch.failure import USUAL
 from lightning_dist.cli.launch.job import Job, Launcher
+from lightning_dist.cli.launch.output import print_new
 from lightning_dist.cli.launch.rank import FINAL, end_of
 
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -145,25 +146,13 @@ class _Output:
             is_last = self._has_ended.wait(_SECONDS_BETWEEN_LOOKS)
             next_exists = (self._logs / f"start_{self._start + 1}").is_dir()
             for ending, stream in (("out", sys.stdout), ("err", sys.stderr)):
-                read[ending] = _copy(self._logs / f"start_{self._start}" / f"node_0.{ending}", read[ending], stream)
+                path = self._logs / f"start_{self._start}" / f"node_0.{ending}"
+                read[ending] = print_new(path, read[ending], stream)
             if next_exists:
                 self._start += 1
                 read = {"out": 0, "err": 0}
             elif is_last:
                 return
-
-
-def _copy(path: Path, begin: int, stream: TextIO) -> int:
-    """Print what a file has from a position on, and return the position of its end."""
-    if not path.is_file():
-        return begin
-    with path.open("rb") as file:
-        file.seek(begin)
-        new = file.read()
-    if new:
-        stream.write(new.decode(errors="replace"))
-        stream.flush()
-    return begin + len(new)
 
 
 def _report(start: Path, error: Exception) -> int:
@@ -195,8 +184,9 @@ def _describe(job: Job, options: argparse.Namespace) -> str:
     kind = "GPU" if job.on_gpu else "CPU"
     wait = f", for which it waits {options.wait:g} s" if options.wait else ""
     words = [
-        *("lightning-dist", "launch", "--on=torchrun", "--nodes=NODES", f"--devices={job.num_devices}"),
-        *("--head=FIRST_NODE:PORT", f"--logs={job.logs}/start_K", "--", *job.command_without_sizes()),
+        *("python", "-m", "lightning_dist.cli.launch.node", "--node=NODE", "--nodes=NODES"),
+        *(f"--devices={job.num_devices}", "--head=FIRST_NODE:PORT", f"--logs={job.logs}/start_K"),
+        *("--", *job.command_without_sizes()),
     ]
     return (
         f"# cluster: {job.head or 'that of this machine, or a new one for this run'}\n"

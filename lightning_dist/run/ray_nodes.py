@@ -1,7 +1,8 @@
 """Run trainings on the nodes of a Ray cluster, which starts them again after a failure.
 
-Each node gets one worker of Ray Train (https://docs.ray.io/en/latest/train/train.html), which runs ``lightning-dist
-launch`` for the ranks of the node: signals, output and exit codes are those of every other launcher.
+Each node gets one worker of Ray Train (https://docs.ray.io/en/latest/train/train.html), which runs the module
+``lightning_dist.cli.launch.node`` for the ranks of the node: signals, output and exit codes are those of every other
+launcher.
 
 This module imports neither torch nor Lightning, so that the workers start soon.
 """
@@ -188,7 +189,7 @@ def _run_node(config: dict[str, Any]) -> None:
             raise RuntimeError(
                 f"the node {here} does not see the folder {name}, {folder}. All nodes of a run on Ray must share it."
             )
-    command = ["-m", "lightning_dist.cli", "launch", "--on=torchrun", f"--nodes={num_nodes}"]
+    command = ["-m", "lightning_dist.cli.launch.node", f"--node={node}", f"--nodes={num_nodes}"]
     command += [f"--devices={config['num_devices']}", f"--head={head}", f"--logs={logs / start}", "--"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(config["path"])}
     environment["OMP_NUM_THREADS"] = config["num_threads"]  # Ray has set it to the number of CPUs of the whole node.

@@ -34,9 +34,9 @@ class _AccumulatedBatches(int):
         made.first, made.configured = first, configured
         return made
 
-    def __getnewargs__(self) -> tuple[int, int, int]:
+    def __reduce__(self) -> tuple[type[_AccumulatedBatches], tuple[int, int, int]]:
         """Return what a copy is made of."""
-        return int(self), self.first, self.configured
+        return type(self), (int(self), self.first, self.configured)
 
     def __rmod__(self, index: int) -> int:
         """Return ``index % self``, counted from the first batch of the step."""

@@ -138,7 +138,7 @@ def stopped(folder: Path, expected: dict[int, str]) -> str:
 def grown_and_lost(folder: Path, expected: dict[int, str]) -> str:
     """Add a node to a run of one, and take it away again; the global batch stays."""
     with cluster(1) as nodes:
-        configuration = configure(folder, seconds=2.0)
+        configuration = configure(folder, seconds=1.0)
         command = launch(nodes.address, folder, configuration, "--nodes=1:2", "--devices=1", "--max-restarts=3")
         until(lambda: len(losses_of(folder, 0)) > 3)
         added = nodes.add_node(num_cpus=1)

@@ -178,8 +178,8 @@ def test_description_of_a_run_on_ray(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         "# cluster: that of this machine, or a new one for this run\n"
         "# 1 to 4 nodes with {'GPU': 8} each, for which it waits 60 s; at most 3 restarts\n"
         "# Each node runs:\n"
-        "lightning-dist launch --on=torchrun --nodes=NODES --devices=8 --head=FIRST_NODE:PORT --logs=/runs/a/start_K --"
-        " fit --ckpt_path=auto -c my.yaml\n"
+        "python -m lightning_dist.cli.launch.node --node=NODE --nodes=NODES --devices=8 --head=FIRST_NODE:PORT"
+        " --logs=/runs/a/start_K -- fit --ckpt_path=auto -c my.yaml\n"
     )
 
 
@@ -226,6 +226,29 @@ def test_description_of_the_replicas_of_a_node(
         assert ("launch.coordinator 0.0.0.0:29510 2 1000\n" in output) is listens
         assert f"# Each of 2 ranks of each of the replicas {'0' if listens else '1,2'}, with their numbers" in output
         assert "TORCHFT_LIGHTHOUSE=http://node1:29510" in output
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "text"),
+    [
+        ("pass", 0, "rank 0 of 4 start 0"),
+        ("sys.exit(7)", 7, "rank 1 exited with code 7. Its output is in "),
+        ("raise ValueError('no such row')", 1, "ValueError: no such row"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by signal 9 (SIGKILL)."),
+        ("sys.exit(75)", 75, ""),
+        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(9)", 143, ""),
+    ],
+)
+def test_ranks_of_a_node_whose_number_is_known(statement: str, code: int, text: str) -> None:
+    script = _USERS_SCRIPT if code in (0, 75) else f"{_USERS_SCRIPT}time.sleep(99)\n"  # Rank 0 is ended.
+    Path("train.py").write_text(script)
+    words = ["--node=0", "--nodes=2", "--devices=2", "--head=[::1]:1234", "--logs=logs", "--", "train.py", statement]
+    ran = subprocess.run(
+        [sys.executable, "-m", "lightning_dist.cli.launch.node", *words], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == code, ran.stderr
+    assert text in ran.stdout + ran.stderr
+    assert "rank 1 of 4 start 0" in Path("logs/attempt_0/rank_1.out").read_text()
 
 
 def test_values_of_options() -> None:
