@@ -206,6 +206,10 @@ def test_commands_run_or_have_no_unknown_option(
         shutil.copytree(checkpoint, tmp_path / "runs" / name)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
+    if words[-2:-1] == ["-c"] and "bash" in words:  # A shell in each task of SLURM, which replaces its variables.
+        words = shlex.split(re.sub(r"\$\w+", "1", words[-1]))
+    if words[0].startswith("head=$("):
+        return  # It asks SLURM for the first node of a job.
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif words[0] == "pip":
