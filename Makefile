@@ -111,7 +111,8 @@ faults: $(VENV)/installed-dev
 faults-elastic: $(VENV)/installed-dev
 	$(BIN)/python -m tests.elastic --replicas 3 --ranks 1 --kills 100
 	$(BIN)/python -m tests.elastic --replicas 3 --ranks 2 --kills 20
-	$(BIN)/python -m tests.elastic --replicas 3 --fixed-batch --kills 20
+	$(BIN)/python -m tests.elastic --replicas 3 --fixed-batch --nodes 3 --kills 20
+	$(BIN)/python -m tests.elastic two_at_once the_leader during_the_return during_a_checkpoint the_coordinator one_falls_behind all_of_them
 
 slurm: $(VENV)/installed-dev
 	$(BIN)/python -m tests.launchers.slurm
