@@ -27,6 +27,13 @@ _POLL_S = 0.02
 _SECONDS_TO_STOP = 300
 """Time that ranks have to save a checkpoint after a signal, before they are killed."""
 
+_SECONDS_TO_LISTEN = 20
+"""A coordinator that fails sooner than so long after its start would fail again."""
+
+
+class _CoordinatorError(RuntimeError):
+    """Report that the coordinator cannot be started."""
+
 
 @dataclass
 class _Replica:
@@ -122,6 +129,7 @@ class ElasticLaunch:
         self._replicas = [_Replica(index) for index in (range(replicas.largest) if here is None else here)]
         self._spares: list[subprocess.Popen[str]] = []
         self._coordinator: subprocess.Popen[bytes] | None = None
+        self._coordinated_at = 0.0
         self._address = endpoint_of(job.head, DEFAULT_PORT) if job.head else f"127.0.0.1:{_free_port()}"
         self._listens_at = f"0.0.0.0:{self._address.rpartition(':')[2]}" if job.head else self._address
         self._signal: int | None = None
@@ -140,6 +148,9 @@ class ElasticLaunch:
                 while any(replica.end is None for replica in self._replicas):
                     self._look()
                     time.sleep(_POLL_S)
+            except _CoordinatorError as error:
+                print_error(f"lightning-dist launch: {error}")
+                return TRAINING_FAILED
             finally:
                 self._shown.show()
                 for process in self._everything():
@@ -270,7 +281,14 @@ class ElasticLaunch:
         if self._coordinator is not None and self._coordinator.poll() is None:
             return
         if self._coordinator is not None:
+            code, lived_s = self._coordinator.returncode, time.monotonic() - self._coordinated_at
+            if code > 0 and lived_s < _SECONDS_TO_LISTEN:
+                raise _CoordinatorError(
+                    f"the coordinator of --elastic cannot listen at {self._listens_at}, or has failed otherwise (exit"
+                    f" code {code}): see {self._job.logs / 'coordinator.err'}. Give another port by --head HOST:PORT."
+                )
             print_error("The coordinator has ended, and starts again.", prefix="launch: ")
+        self._coordinated_at = time.monotonic()
         module = "lightning_dist.cli.launch.coordinator"
         heartbeat = str(round(self._heartbeat_s * 1000))
         with (self._job.logs / "coordinator.err").open("a") as output:

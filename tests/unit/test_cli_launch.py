@@ -251,6 +251,18 @@ def test_ranks_of_a_node_whose_number_is_known(statement: str, code: int, text: 
     assert "rank 1 of 4 start 0" in Path("logs/attempt_0/rank_1.out").read_text()
 
 
+def test_a_coordinator_that_cannot_listen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        head = f"--head=localhost:{taken.getsockname()[1]}"
+        code = run_command(monkeypatch, "launch", "--devices=1", "--elastic=1:2", head, "--logs=logs", "--", "fit")
+    assert code == 1
+    error = capfd.readouterr().err
+    assert f"cannot listen at 0.0.0.0:{head.rpartition(':')[2]}" in error and "Give another port by --head" in error
+    assert "in use" in Path("logs/coordinator.err").read_text()
+
+
 def test_values_of_options() -> None:
     words = ("fit", "--a=1", "--b", "2", "--a", "3", "--ab=4")
     assert [value_of(words, option) for option in ("--a", "--b", "--ab", "--c")] == ["3", "2", "4", None]
