@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.mesh.objects import broadcast_object
+from lightning_dist.mesh.replica_group import make_replica_group
 
 if TYPE_CHECKING:
     from torchft import Manager
-    from torchft.process_group import ProcessGroup
 
 __all__ = [
     "BehindError",
@@ -35,6 +36,9 @@ __all__ = [
 
 _REMINDER_S = 60.0
 """Seconds after which a replica says that it still waits for others."""
+
+_WAIT = timedelta(days=30)
+"""Time for which a replica waits for others. After an error in this wait, torchft's manager repeats only the error."""
 
 _CONNECT_S = 10.0
 """Seconds for which a replica tries to reach the coordinator."""
@@ -127,8 +131,11 @@ class Membership:
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._fingerprint_of_leader: dict[str, str] = {}
         self._is_in_quorum = self._has_received_again = False
-        self._group = _make_group(device, options.timeout)
+        self._waits_since: float | None = None
+        self._has_left = threading.Event()
+        self._group = make_replica_group(device, options.timeout)
         self._manager = self._make_manager()
+        threading.Thread(target=self._remind, name="waiting for replicas", daemon=True).start()
 
     def _make_manager(self) -> Manager:
         """Connect to the coordinator. This is a collective over the ranks of this replica.
@@ -150,7 +157,7 @@ class Membership:
                 min_replica_size=1,  # The coordinator knows how many there must be.
                 use_async_quorum=False,  # Parameters are not gathered while another replica reads them.
                 timeout=timedelta(seconds=_TRANSFER_S),
-                quorum_timeout=timedelta(seconds=_REMINDER_S),
+                quorum_timeout=_WAIT,
                 connect_timeout=timedelta(seconds=_CONNECT_S),
                 rank=self._rank,
                 world_size=self._num_ranks,
@@ -231,6 +238,7 @@ class Membership:
 
     def close(self) -> None:
         """Leave the run."""
+        self._has_left.set()
         self._manager.shutdown(wait=False)
         self._group.abort()
 
@@ -304,30 +312,45 @@ class Membership:
 
     def _find_members(self, may_grow: bool = True) -> None:
         """Ask the coordinator which replicas take part, and let the process group be made again if they are others."""
-        begin, before, next_reminder_s = time.perf_counter(), self.members, 0.0
-        while True:
-            try:
-                with warnings.catch_warnings():  # Torch reads the state of another replica without a copy.
-                    warnings.filterwarnings("ignore", "The given buffer is not writable")
-                    self._manager.start_quorum(shrink_only=not may_grow)
-                break
-            except (TimeoutError, RuntimeError) as error:  # Too few replicas are there, or nobody answers.
-                waited_s = time.perf_counter() - begin
-                if waited_s >= next_reminder_s:
-                    next_reminder_s = waited_s + _REMINDER_S
-                    self._say(
-                        f"Replica {self.options.index} waits until at least {self.options.smallest} of"
-                        f" {self.options.largest} replicas are there ({_first_line(error)})."
-                    )
-                time.sleep(_POLL_S)
+        before, self._waits_since = self.members, time.monotonic()
+        try:
+            with warnings.catch_warnings():  # Torch reads the state of another replica without a copy.
+                warnings.filterwarnings("ignore", "The given buffer is not writable")
+                self._manager.start_quorum(shrink_only=not may_grow)
+        finally:
+            self._waits_since = None
         self._is_in_quorum = True
         self.members = tuple(sorted({rank // self._num_ranks for rank in self._group.ranks}))
+        if self._manager.num_participants() != len(self.members) and self._manager.errored() is None:
+            # A coordinator that was started again gives the numbers of earlier groups to others, which torchft takes
+            # for the same groups.
+            self._manager.report_error(RuntimeError("The group is one of other replicas."))
         is_founding = not self.has_joined and self.received is None
         if is_founding or self.leader not in self.members:
             self.leader = self.members[0]
         if before and self.members != before and self.has_joined:
             self.on_change()
             self._announce(before)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether this replica waits for others, or for the coordinator."""
+        return self._waits_since is not None
+
+    def _remind(self) -> None:
+        """Say every minute that this replica waits."""
+        num_said = 0
+        while not self._has_left.wait(_REMINDER_S / 60):
+            since = self._waits_since
+            waited_s = 0.0 if since is None else time.monotonic() - since
+            num_said = min(num_said, int(waited_s // _REMINDER_S))
+            if waited_s >= (num_said + 1) * _REMINDER_S:
+                num_said += 1
+                self._say(
+                    f"Replica {self.options.index} has waited for {waited_s:.0f} s until at least"
+                    f" {self.options.smallest} of {self.options.largest} replicas are there, and the coordinator at"
+                    f" {self.options.coordinator} answers."
+                )
 
     def _announce(self, before: tuple[int, ...]) -> None:
         new, lost = sorted(set(self.members) - set(before)), sorted(set(before) - set(self.members))
@@ -399,10 +422,6 @@ def _replicas(indices: Sequence[int]) -> str:
     return f"Replica {names[0]}" if len(names) == 1 else f"Replicas {', '.join(names[:-1])} and {names[-1]}"
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _make_store(rank: int) -> tuple[str, int, object]:
     """Return the address of a store for the ranks of this replica, and on rank 0 the store. This is a collective."""
     store, address = None, ("", 0)
@@ -413,25 +432,6 @@ def _make_store(rank: int) -> tuple[str, int, object]:
     if dist.is_initialized():
         address = broadcast_object(address, source=0)
     return *address, store
-
-
-def _make_group(device: torch.device, timeout: timedelta) -> ProcessGroup:
-    """Return a process group over replicas, which can be made again for others; it knows the ranks in it."""
-    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
-
-    base: Any = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
-
-    class KnownRanks(base):  # type: ignore[misc]
-        """Keep the ranks over which the group communicates."""
-
-        ranks: Sequence[int] = ()
-
-        def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *others: Any) -> None:
-            """Make the group again over the replicas that take part now."""
-            self.ranks = others[-1]
-            super().configure(store_addr, replica_id, rank, world_size, *others)
-
-    return KnownRanks(timeout=timeout)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -269,5 +269,7 @@ class ElasticRun:
             continue_logging(self._host.trainer, self._membership.notes, self._host.trainer.global_step)
 
     def _say(self, text: str) -> None:
-        if self._host.global_rank == 0 and self.is_leader:
+        # A replica that waits may have lost the one that leads.
+        is_waiting = self._membership is not None and self._membership.is_waiting
+        if self._host.global_rank == 0 and (self.is_leader or is_waiting):
             print(f"elastic: {text}", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy, NDParallelStrategy
 from lightning_dist.compression import LocalSGD
+from lightning_dist.mesh import membership
 from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.mesh.membership import BehindError, Membership, MembershipOptions
 from lightning_dist.mesh.replica_range import ReplicaRange
@@ -35,13 +36,18 @@ class Replicas:
     def __init__(self, largest: int) -> None:
         from torchft.coordination import LighthouseServer
 
-        self.server = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=500
-        )
+        self._make_server = LighthouseServer
+        self.start("127.0.0.1:0")
         self.largest = largest
         self.said: list[str] = []
         self.replicas: dict[int, Membership] = {}
         self.threads = ThreadPoolExecutor(8)
+
+    def start(self, address: str, smallest: int = 1) -> None:
+        """Start the coordinator."""
+        self.server = self._make_server(
+            bind=address, min_replicas=smallest, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=500
+        )
 
     def join(self, index: int, state: dict[str, Any] | None = None, **fingerprint: str) -> Membership:
         options = MembershipOptions(index, 1, self.largest, self.server.address(), timedelta(seconds=10))
@@ -152,6 +158,49 @@ def test_other_settings_are_refused(run: Replicas) -> None:
     running[0].result(30)
     with pytest.raises(ValueError, match=r"Replica 1 has code=2, and replica 0, which leads, has 1\. Start all"):
         running[1].result(30)
+
+
+def test_a_coordinator_that_starts_again_counts_groups_from_the_first(run: Replicas) -> None:
+    first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
+    run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
+    address = run.server.address().rpartition(":")[2]
+    run.server.shutdown()
+    while True:
+        try:
+            run.start(f"127.0.0.1:{address}")
+            break
+        except RuntimeError:  # The first one still has the port.
+            time.sleep(0.05)
+    begin = time.monotonic()
+    assert _step(first, 3.0) == [3.0, 3.0]  # The second one has not asked for the members of a step yet.
+    assert first.members == (0,)
+
+    def falls_behind() -> None:
+        with pytest.raises(BehindError):
+            second.begin_step()
+        second.close()
+
+    _, means = run.at_once(falls_behind, lambda: _step(first, 2.0))
+    assert means == [2.0, 2.0]
+    assert time.monotonic() - begin < 9  # A reduction waits for 10 s.
+
+
+def test_a_replica_waits_as_long_as_it_must(run: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_REMINDER_S", 0.3)
+    run.server.shutdown()
+    run.start("127.0.0.1:0", smallest=2)
+    first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
+    run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
+    second.close()
+    waiting = run.threads.submit(_step, first, 1.0)
+    time.sleep(2.5)
+    assert not waiting.done() and first.is_waiting
+    assert any(
+        re.match(r"Replica 0 has waited for \d+ s until at least 1 of 2 replicas are there", text) for text in run.said
+    )
+    again = run.threads.submit(run.join, 1)
+    second = again.result(30)
+    assert run.threads.submit(_step, second, 3.0).result(30) == [2.0, 2.0] == waiting.result(30)
 
 
 def test_a_replica_that_has_missed_a_step_must_join_again(run: Replicas) -> None:
