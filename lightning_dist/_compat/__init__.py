@@ -7,6 +7,7 @@
 - ``operations``: Observes operations, knows them by name, and runs code on fake tensors.
 - ``optimizers``: Runs the code of optimizers without hooks.
 - ``processes``: Reaches process groups and the record of their collectives.
+- ``replicas``: Lets a manager of torchft ask again after an error.
 - ``tensors``: Reads and changes tensors and DTensors.
 - ``trees``: Flattens, rebuilds and maps nested containers of tensors.
 

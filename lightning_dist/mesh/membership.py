@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist._compat.replicas import forget_error
 from lightning_dist.mesh.objects import broadcast_object
 from lightning_dist.mesh.replica_group import make_replica_group
 
@@ -36,9 +36,6 @@ __all__ = [
 
 _REMINDER_S = 60.0
 """Seconds after which a replica says that it still waits for others."""
-
-_WAIT = timedelta(days=30)
-"""Time for which a replica waits for others. After an error in this wait, torchft's manager repeats only the error."""
 
 _CONNECT_S = 10.0
 """Seconds for which a replica tries to reach the coordinator."""
@@ -122,6 +119,8 @@ class Membership:
         """The state that another replica has sent when this one joined; None: all begin together."""
         self.notes: dict[str, str] = {}
         """What the leader lets the others know about the run."""
+        self.is_waiting = False
+        """Whether this replica waits for others, or for the coordinator."""
         self.has_joined = False
         """Whether :meth:`join` has ended."""
         self.on_change: Callable[[], None] = lambda: None
@@ -131,11 +130,8 @@ class Membership:
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._fingerprint_of_leader: dict[str, str] = {}
         self._is_in_quorum = self._has_received_again = False
-        self._waits_since: float | None = None
-        self._has_left = threading.Event()
         self._group = make_replica_group(device, options.timeout)
         self._manager = self._make_manager()
-        threading.Thread(target=self._remind, name="waiting for replicas", daemon=True).start()
 
     def _make_manager(self) -> Manager:
         """Connect to the coordinator. This is a collective over the ranks of this replica.
@@ -157,7 +153,7 @@ class Membership:
                 min_replica_size=1,  # The coordinator knows how many there must be.
                 use_async_quorum=False,  # Parameters are not gathered while another replica reads them.
                 timeout=timedelta(seconds=_TRANSFER_S),
-                quorum_timeout=_WAIT,
+                quorum_timeout=timedelta(seconds=_REMINDER_S),
                 connect_timeout=timedelta(seconds=_CONNECT_S),
                 rank=self._rank,
                 world_size=self._num_ranks,
@@ -238,7 +234,6 @@ class Membership:
 
     def close(self) -> None:
         """Leave the run."""
-        self._has_left.set()
         self._manager.shutdown(wait=False)
         self._group.abort()
 
@@ -312,13 +307,25 @@ class Membership:
 
     def _find_members(self, may_grow: bool = True) -> None:
         """Ask the coordinator which replicas take part, and let the process group be made again if they are others."""
-        before, self._waits_since = self.members, time.monotonic()
-        try:
-            with warnings.catch_warnings():  # Torch reads the state of another replica without a copy.
-                warnings.filterwarnings("ignore", "The given buffer is not writable")
-                self._manager.start_quorum(shrink_only=not may_grow)
-        finally:
-            self._waits_since = None
+        before, begin, next_reminder_s = self.members, time.monotonic(), 0.0
+        self.is_waiting = True
+        while True:
+            try:
+                with warnings.catch_warnings():  # Torch reads the state of another replica without a copy.
+                    warnings.filterwarnings("ignore", "The given buffer is not writable")
+                    self._manager.start_quorum(shrink_only=not may_grow)
+                break
+            except (TimeoutError, RuntimeError) as error:  # Too few replicas are there, or nobody answers.
+                forget_error(self._manager)
+                waited_s = time.monotonic() - begin
+                if waited_s >= next_reminder_s:
+                    next_reminder_s = waited_s + _REMINDER_S
+                    self._say(
+                        f"Replica {self.options.index} has waited for {waited_s:.0f} s until at least"
+                        f" {self.options.smallest} of {self.options.largest} replicas are there ({_first_line(error)})."
+                    )
+                time.sleep(_POLL_S)
+        self.is_waiting = False
         self._is_in_quorum = True
         self.members = tuple(sorted({rank // self._num_ranks for rank in self._group.ranks}))
         if self._manager.num_participants() != len(self.members) and self._manager.errored() is None:
@@ -331,26 +338,6 @@ class Membership:
         if before and self.members != before and self.has_joined:
             self.on_change()
             self._announce(before)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether this replica waits for others, or for the coordinator."""
-        return self._waits_since is not None
-
-    def _remind(self) -> None:
-        """Say every minute that this replica waits."""
-        num_said = 0
-        while not self._has_left.wait(_REMINDER_S / 60):
-            since = self._waits_since
-            waited_s = 0.0 if since is None else time.monotonic() - since
-            num_said = min(num_said, int(waited_s // _REMINDER_S))
-            if waited_s >= (num_said + 1) * _REMINDER_S:
-                num_said += 1
-                self._say(
-                    f"Replica {self.options.index} has waited for {waited_s:.0f} s until at least"
-                    f" {self.options.smallest} of {self.options.largest} replicas are there, and the coordinator at"
-                    f" {self.options.coordinator} answers."
-                )
 
     def _announce(self, before: tuple[int, ...]) -> None:
         new, lost = sorted(set(self.members) - set(before)), sorted(set(before) - set(self.members))
@@ -420,6 +407,10 @@ def current_membership() -> Membership | None:
 def _replicas(indices: Sequence[int]) -> str:
     names = [str(index) for index in indices]
     return f"Replica {names[0]}" if len(names) == 1 else f"Replicas {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _make_store(rank: int) -> tuple[str, int, object]:
