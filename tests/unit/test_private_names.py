@@ -15,7 +15,7 @@ Two kinds of attributes count although this package defines the same name: those
 without a base class of another library.
 
 The names of ``_ALLOWED`` do not count. An attribute or string is torch's if the engine uses it, which never imports
-Lightning, or if one of ``_OF_TORCH`` has it. Each name is counted once, in however many places it is used.
+Lightning, and it is not in ``_OF_TORCHFT``, or if one of ``_OF_TORCH`` has it. Each name is counted once, in however many places it is used.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ _ALLOWED = {
 _HELD = (
     torch.Tensor, DTensor, torch.nn.Module(), torch.optim.Optimizer, torch.amp.GradScaler, FSDPParam, FSDPParamGroup
 )  # fmt: skip
+_OF_TORCHFT = frozenset({"_quorum_future"})
+"""Names of torchft that the engine uses; they count as those of other libraries than torch."""
+
 _OF_TORCH = (*_HELD, torch, torch.UntypedStorage, clip_grad, distributed_c10d)
 
 
@@ -125,6 +128,8 @@ def private_names(sources: Mapping[str, str]) -> list[Use]:
 
 
 def _is_of_torch(path: str, name: str) -> bool:
+    if name in _OF_TORCHFT:
+        return False
     return path.startswith("lightning_dist/") or any(hasattr(owner, name) for owner in _OF_TORCH)
 
 
