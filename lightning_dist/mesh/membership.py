@@ -46,6 +46,15 @@ _RETRIES = 1_000_000
 _TRANSFER_S = 600.0
 """Seconds that the state of a run may take to a replica that joins."""
 
+_SENDER_S = 60.0
+"""Seconds for which a replica waits for one that is to send its state, and sends nothing."""
+
+_SHRINK_S = 10.0
+"""Seconds after which a replica whose reduction has failed also goes on with others than those of that reduction.
+
+The coordinator may have forgotten them, and would otherwise never let this replica take part again.
+"""
+
 _NOTES_BYTES = 4096
 
 _POLL_S = 0.1
@@ -145,6 +154,14 @@ class Membership:
         # Otherwise torchft prints a line for each replica that it sends a state to.
         http_transport.BaseHTTPRequestHandler = _QuietRequestHandler
         host, port, self._store = _make_store(self._rank)
+
+        class StateTransport(http_transport.HTTPTransport[dict[str, Any]]):
+            """Give up a replica that does not begin to send its state, or stops, because others may have it as well."""
+
+            def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
+                """Receive the state of another replica."""
+                return super().recv_checkpoint(src_rank, metadata, step, timedelta(seconds=_SENDER_S))
+
         try:
             return Manager(
                 pg=self._group,
@@ -164,6 +181,7 @@ class Membership:
                 hostname=host,
                 init_sync=False,
                 quorum_retries=_RETRIES,
+                checkpoint_transport=StateTransport(timeout=timedelta(seconds=_TRANSFER_S), num_chunks=0),
             )
         except Exception as error:
             raise ConnectionError(
@@ -313,10 +331,15 @@ class Membership:
             try:
                 with warnings.catch_warnings():  # Torch reads the state of another replica without a copy.
                     warnings.filterwarnings("ignore", "The given buffer is not writable")
-                    self._manager.start_quorum(shrink_only=not may_grow)
+                    self._manager.start_quorum(
+                        shrink_only=not may_grow, timeout=timedelta(seconds=_REMINDER_S if may_grow else _SHRINK_S)
+                    )
                 break
             except (TimeoutError, RuntimeError) as error:  # Too few replicas are there, or nobody answers.
                 forget_error(self._manager)
+                if not may_grow:
+                    may_grow = True
+                    continue
                 waited_s = time.monotonic() - begin
                 if waited_s >= next_reminder_s:
                     next_reminder_s = waited_s + _REMINDER_S

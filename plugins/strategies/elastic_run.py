@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_dist.mesh.membership import Membership, MembershipOptions, join, leave
+from lightning_dist.mesh.membership import BehindError, Membership, MembershipOptions, join, leave
 from lightning_dist.mesh.replica_range import COORDINATOR, ReplicaRange
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks.noise_scale import GradientNoiseScale
@@ -237,10 +237,20 @@ class ElasticRun:
 
         Returns:
             Whether the optimizer must not step, because the weights are those after its step.
+
+        Raises:
+            BehindError: If the others have counted more steps than the running one.
         """
         if self._membership is None or not self._membership.is_behind:
             return False
-        self._checkpoints.take_over(self._membership.take_received(), self._host.groups.mesh)
+        state, next_step = self._membership.take_received(), self._host.trainer.global_step + 1
+        if state["checkpoint"]["global_step"] != next_step:
+            raise BehindError(
+                f"Replica {self._membership.options.index} is at step {next_step}, and the others have counted"
+                f" {state['checkpoint']['global_step']}. It must be started again to join them, as lightning-dist"
+                " launch --elastic does."
+            )
+        self._checkpoints.take_over(state, self._host.groups.mesh)
         self.num_taken_over += 1
         if self._host.global_rank == 0:
             index, step = self._membership.options.index, self._host.trainer.global_step + 1

@@ -15,7 +15,8 @@ Two kinds of attributes count although this package defines the same name: those
 without a base class of another library.
 
 The names of ``_ALLOWED`` do not count. An attribute or string is torch's if the engine uses it, which never imports
-Lightning, and it is not in ``_OF_TORCHFT``, or if one of ``_OF_TORCH`` has it. Each name is counted once, in however many places it is used.
+Lightning, and it is not in ``_OF_TORCHFT``, or if one of ``_OF_TORCH`` has it. Each name is counted once, in however
+many places it is used.
 """
 
 from __future__ import annotations
