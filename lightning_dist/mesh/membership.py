@@ -155,10 +155,12 @@ class Membership:
         http_transport.BaseHTTPRequestHandler = _QuietRequestHandler
         host, port, self._store = _make_store(self._rank)
 
-        class StateTransport(http_transport.HTTPTransport[dict[str, Any]]):
+        base: Any = http_transport.HTTPTransport
+
+        class StateTransport(base):  # type: ignore[misc]
             """Give up a replica that does not begin to send its state, or stops, because others may have it as well."""
 
-            def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
+            def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
                 """Receive the state of another replica."""
                 return super().recv_checkpoint(src_rank, metadata, step, timedelta(seconds=_SENDER_S))
 
