@@ -160,7 +160,11 @@ def test_other_settings_are_refused(run: Replicas) -> None:
         running[1].result(30)
 
 
-def test_a_coordinator_that_starts_again_counts_groups_from_the_first(run: Replicas) -> None:
+def test_a_coordinator_that_starts_again_counts_groups_from_the_first(
+    run: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_SENDER_S", 1.0)
+    monkeypatch.setattr(membership, "_SHRINK_S", 1.0)
     first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
     run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
     address = run.server.address().rpartition(":")[2]
@@ -171,7 +175,6 @@ def test_a_coordinator_that_starts_again_counts_groups_from_the_first(run: Repli
             break
         except RuntimeError:  # The first one still has the port.
             time.sleep(0.05)
-    begin = time.monotonic()
     assert _step(first, 3.0) == [3.0, 3.0]  # The second one has not asked for the members of a step yet.
     assert first.members == (0,)
 
@@ -184,7 +187,6 @@ def test_a_coordinator_that_starts_again_counts_groups_from_the_first(run: Repli
     while not behind.done():
         assert _step(first, 2.0) == [2.0, 2.0]
     behind.result()
-    assert time.monotonic() - begin < 9  # A reduction waits for 10 s.
 
 
 def test_a_replica_waits_as_long_as_it_must(run: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
