@@ -113,6 +113,24 @@ def make_parser() -> ArgumentParser:
         help="the node at which the nodes of a run by torchrun, or of --elastic, meet; the Ray cluster (that of this"
         " machine), or local",
     )
+    _add_options_of_replicas(parser)
+    parser.add_argument("--logs", metavar="DIR", help="folder of the output of the ranks (launch/DATE-TIME)")
+    parser.add_argument(
+        "--sbatch",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="further option of sbatch: time=8:00:00",
+    )
+    parser.add_argument(
+        "--wait", metavar="S", type=float, default=0.0, help="how many seconds to wait for nodes of the Ray cluster (0)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command or the script, and start nothing")
+    return parser
+
+
+def _add_options_of_replicas(parser: ArgumentParser) -> None:
+    """Add the options of replicas that leave and join the run."""
     parser.add_argument(
         "--elastic",
         metavar="MIN:MAX",
@@ -131,19 +149,6 @@ def make_parser() -> ArgumentParser:
         type=float,
         help="seconds after which a replica that sends no sign of life is left out (1)",
     )
-    parser.add_argument("--logs", metavar="DIR", help="folder of the output of the ranks (launch/DATE-TIME)")
-    parser.add_argument(
-        "--sbatch",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="further option of sbatch: time=8:00:00",
-    )
-    parser.add_argument(
-        "--wait", metavar="S", type=float, default=0.0, help="how many seconds to wait for nodes of the Ray cluster (0)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the command or the script, and start nothing")
-    return parser
 
 
 def _mistake(options: argparse.Namespace, job: Job) -> str | None:

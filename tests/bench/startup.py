@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from typing import Any
 import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-PAGE = Path(__file__).parents[2] / "docs/benchmarks.md"
 BOUND_S = 0.5
 """Longest time by which the start of a strategy may be longer than that of ``ddp``."""
 
@@ -126,7 +124,6 @@ def main() -> int:
     """Measure, print the table, and return 1 if a strategy starts later than the bound allows, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.startup", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/benchmarks.md")
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     chosen = random.Random(0)
@@ -136,11 +133,7 @@ def main() -> int:
             for way in chosen.sample(WAYS, len(WAYS)):
                 found[way].append(start(way, Path(name)))
             print(f"round {index + 1} of {options.rounds}", file=sys.stderr, flush=True)
-    text = table(found)
-    print(text)
-    if options.write:
-        marked = r"(?<=<!-- start-up -->\n).*?(?=\n<!-- end of start-up -->)"
-        PAGE.write_text(re.sub(marked, lambda _: f"\n{text}\n", PAGE.read_text(), flags=re.DOTALL))
+    print(table(found))
     late = [way for way in WAYS if median(_longer(found, way)) > BOUND_S]
     print(f"later than ddp by more than {BOUND_S} s: {', '.join(late) or 'none'}")
     return int(bool(late))
