@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import timedelta
 
 from lightning_dist.cli.launch.rank import end_with_parent
 
 _SECONDS_TO_JOIN = 600
 """How long the replicas that are there wait for one that is alive, but does not train, for example as it validates."""
+
+
+_SECONDS_TO_GATHER = 2.0
+"""How long the first step after the start waits for replicas that train already to be heard of.
+
+A coordinator that has started again knows no replica. Without this time, the first one that asks would train on alone.
+"""
+
+_NOBODY = "no replica, until all were heard of"
 
 
 def run(address: str, smallest: int, heartbeat_ms: int) -> None:
@@ -29,8 +39,24 @@ def run(address: str, smallest: int, heartbeat_ms: int) -> None:
         quorum_tick_ms=50,
         heartbeat_timeout_ms=heartbeat_ms,
     )
+    let_replicas_gather(f"http://127.0.0.1:{address.rpartition(':')[2]}")
     while server is not None:
         time.sleep(3600)
+
+
+def let_replicas_gather(address: str) -> None:
+    """Let the coordinator wait for a replica that does not exist, until those that do have been heard of.
+
+    Args:
+        address: Where the coordinator listens.
+    """
+    from torchft.coordination import LighthouseClient
+
+    client = LighthouseClient(address, connect_timeout=timedelta(seconds=10))
+    end = time.monotonic() + _SECONDS_TO_GATHER
+    while time.monotonic() < end:
+        client.heartbeat(_NOBODY)
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

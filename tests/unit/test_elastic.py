@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy, NDParallelStrategy
+from lightning_dist.cli.launch.coordinator import let_replicas_gather
 from lightning_dist.compression import LocalSGD
 from lightning_dist.mesh import membership
 from lightning_dist.mesh.layout import ParallelLayout
@@ -48,6 +49,16 @@ class Replicas:
         self.server = self._make_server(
             bind=address, min_replicas=smallest, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=500
         )
+
+    def start_again(self) -> None:
+        """Start a coordinator that knows nothing at the address of the one that runs."""
+        port = self.server.address().rpartition(":")[2]
+        self.server.shutdown()
+        while True:
+            try:
+                return self.start(f"127.0.0.1:{port}")
+            except RuntimeError:  # The first one still has the port.
+                time.sleep(0.05)
 
     def join(self, index: int, state: dict[str, Any] | None = None, **fingerprint: str) -> Membership:
         options = MembershipOptions(index, 1, self.largest, self.server.address(), timedelta(seconds=10))
@@ -167,26 +178,39 @@ def test_a_coordinator_that_starts_again_counts_groups_from_the_first(
     monkeypatch.setattr(membership, "_SHRINK_S", 1.0)
     first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
     run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
-    address = run.server.address().rpartition(":")[2]
-    run.server.shutdown()
     while True:
+        run.start_again()
+        asking = run.threads.submit(_step, first, 3.0)
         try:
-            run.start(f"127.0.0.1:{address}")
-            break
-        except RuntimeError:  # The first one still has the port.
-            time.sleep(0.05)
-    assert _step(first, 3.0) == [3.0, 3.0]  # The second one has not asked for the members of a step yet.
+            asking.result(1.0)
+            break  # The coordinator had not heard of the second one when the first one asked.
+        except TimeoutError:
+            run.at_once(lambda: _step(second, 3.0), asking.result)
     assert first.members == (0,)
 
     def falls_behind() -> None:
+        # Its first questions can fail, as the groups have the same number.
         with pytest.raises(BehindError):
-            second.begin_step()
+            while True:
+                _step(second, 2.0)
         second.close()
 
     behind = run.threads.submit(falls_behind)
     while not behind.done():
         assert _step(first, 2.0) == [2.0, 2.0]
     behind.result()
+
+
+def test_a_coordinator_that_starts_again_waits_until_it_knows_the_replicas(run: Replicas) -> None:
+    first, second = run.at_once(lambda: run.join(0), lambda: run.join(1))
+    run.at_once(lambda: _step(first, 1.0), lambda: _step(second, 1.0))
+    run.start_again()
+    gathering = run.threads.submit(let_replicas_gather, run.server.address())
+    time.sleep(0.5)  # Otherwise the first one may ask before that.
+    asking = run.threads.submit(_step, first, 1.0)
+    time.sleep(0.8)  # The second one asks later, and would not have been waited for.
+    assert _step(second, 4.0) == [2.5, 2.5] == asking.result(30)
+    gathering.result(30)
 
 
 def test_a_replica_waits_as_long_as_it_must(run: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
