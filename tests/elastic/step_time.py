@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from examples.gpt.model import GPTModule
@@ -54,6 +55,10 @@ class Timed(GPTModule):
         workload = Workload()
         super().__init__(**workload.model)
         self.file, self.ends = file, list[float]()
+
+    def configure_optimizers(self) -> AdamW:
+        """Return AdamW; the hyperparameters that the command knows are those of this class."""
+        return AdamW(self.parameters(), lr=1e-3)
 
     def on_train_batch_end(self, outputs: Tensor, batch: Any, batch_idx: int) -> None:
         self.ends.append(time.perf_counter())
