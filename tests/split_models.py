@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.gpt import model as example
+from tests import attention_models
 from tests.models import CONTEXT, GPT, MODELS, VOCAB, TestModule
 from tests.zoo.float64 import float64_throughout
 
@@ -228,8 +229,16 @@ class Example(LanguageModel):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Attentions(GPT):
+    """Write attention in ten ways."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        TestModule.__init__(self, **kwargs)
+        self.model, self.temperature = attention_models.Model(), 1.0
+
+
 SPLIT_MODELS = {
     "example_gpt": Example, "llama3": Llama, "qwen": Qwen, "gpt2": GPT2, "mixtral": Mixtral, "bart": Bart, "t5": T5,
-    "vit": ViT, "mixer": Mixer, "encoder": Encoder,
+    "vit": ViT, "mixer": Mixer, "encoder": Encoder, "attentions": Attentions,
 }  # fmt: skip
 MODELS |= SPLIT_MODELS  # type: ignore[arg-type]

@@ -91,18 +91,20 @@ def _on_shards(title: str, arguments: dict[str, Any], variant: str = "") -> Layo
 STRATEGIES: dict[str, Layout] = {
     "full": Layout(2, 2, FullShardStrategy),
     "hybrid": Layout(4, 4, lambda **kwargs: HybridShardStrategy(2, 2, **kwargs)),
-    "tp": Layout(2, 1, lambda **kwargs: TensorParallelStrategy(tp_size=2, **kwargs)),
+    "tp": Layout(2, 1, lambda **kwargs: TensorParallelStrategy(**{**_SPLIT, **kwargs})),
     "pp": Layout(2, 1, lambda **kwargs: PipelineParallelStrategy(**{**_PIPELINE, **kwargs})),
     "nd": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_shard_size=2, **{**_PIPELINE, **kwargs})),
     "data": Layout(2, 2, lambda **kwargs: DataParallelStrategy(**kwargs)),
-    "nd_tp": Layout(4, 1, lambda **kwargs: NDParallelStrategy(tp_size=2, **{**_PIPELINE, **kwargs})),
-    "data_tp": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_replicate_size=2, tp_size=2, **kwargs), 2),
+    "nd_tp": Layout(4, 1, lambda **kwargs: NDParallelStrategy(**{**_SPLIT, **_PIPELINE, **kwargs})),
+    "data_tp": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_replicate_size=2, **{**_SPLIT, **kwargs}), 2),
 }
 """The strategies that cases run under.
 
 ``nd`` shards the stages of a pipeline, ``nd_tp`` splits their layers, and ``data_tp`` replicates split layers.
 """
 
+# Some cases are models of which nothing can be split.
+_SPLIT: dict[str, Any] = {"tp_size": 2, "strict_plan": False}
 _PIPELINE: dict[str, Any] = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
 
 TECHNIQUES: dict[str, Layout] = {
@@ -122,7 +124,7 @@ TECHNIQUES: dict[str, Layout] = {
         like="data", title="`data_parallel` with `sync: LocalSGD(1)`",
     ),
     "tp_tokens": Layout(
-        2, 1, lambda **kwargs: TensorParallelStrategy(tp_size=2, **kwargs), neighbours=2,
+        2, 1, lambda **kwargs: TensorParallelStrategy(**{**_SPLIT, **kwargs}), neighbours=2,
         like="tp", variant="attention", title="`tensor_parallel`, where hidden states are split along the sequence",
     ),
     "cp": Layout(

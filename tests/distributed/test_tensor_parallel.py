@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dist import TensorParallelStrategy, full_parameters
 from lightning_dist.run.parity import whole_parameters
 from lightning_dist.techniques.tensor_parallel import SplitLogits
+from tests.attention_models import WAYS
 from tests.behaviour.cases.split_layers import Masked
 from tests.behaviour.models import tokens
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
@@ -336,6 +338,45 @@ def test_an_inferred_plan_is_checked_and_a_wrong_part_is_replicated_or_refused(p
     table = ranks[0][3]
     assert "replicate (inferred; " in table and "model.blocks.*.qkv" in table
     assert "colwise (inferred): 2 x model.blocks.*.mlp.0" in table
+
+
+def what_little_can_be_split() -> tuple[str, list[str], str]:
+    """Train a model of convolutions, one of which half can be split, and the same with ``strict_plan=False``.
+
+    Returns:
+        The error of the first one, and the warnings of the two others.
+    """
+    error = refused(build("resnet"), strategy=TensorParallelStrategy(2))
+    warned = []
+    for strict_plan in (None, False):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            refused(build("gpt"), strategy=TensorParallelStrategy(2, strict_plan=strict_plan))
+        warned.append("".join(str(one.message) for one in found if "parameters are split" in str(one.message)))
+    return error, *warned
+
+
+def test_ranks_that_would_do_the_same_work_are_refused_or_warned_of(pool: WorkerPool) -> None:
+    for rank, (error, warned, tolerated) in enumerate(pool.run(what_little_can_be_split, 4)):
+        assert "tp_size=2: no layer of this model can be split (whole, " in error
+        assert "so that 2 ranks would do the same work. Use these ranks otherwise" in error
+        assert ("tp_size=2: 51% of the parameters are split. All ranks of tp hold the others" in warned) == (not rank)
+        assert not tolerated
+
+
+def table_of_attentions() -> str:
+    """Return the start-up table of a model that writes attention in ten ways."""
+    lines: list[str] = []
+    with patch("lightning_dist.plugins.strategies.mesh.rank_zero_info", lines.append):
+        make_trainer("2x2", strategy=TensorParallelStrategy(4), max_steps=1).fit(build("attentions"))
+    return "\n".join(lines)
+
+
+def test_ten_ways_of_writing_attention_are_split(pool: WorkerPool) -> None:
+    table = pool.run(table_of_attentions, 4)[0]
+    assert "  split       97% of the parameters" in table and "replicate (" not in table
+    for way in WAYS:
+        assert f"model.blocks.{way}." in table
 
 
 def table_of_a_plan_with_gaps() -> str:

@@ -8,6 +8,7 @@
 - ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
 - ``hooked``: Finds the layers whose features a hook sees.
 - ``trial``: Compares the outputs and gradients of a split block with those of the whole block on random inputs.
+- ``sizes``: Finds the sizes in a unit's code that have to be those of a rank's part.
 - ``unit_trials``: Tries each unit as planned, and replicates the layers whose split changes its results.
 - ``planner``: Combines these into the plan of a model.
 
@@ -16,6 +17,7 @@ These modules apply it:
 - ``apply``: Splits a model as its plan says, and decides which form of a parameter its modules hold when.
 - ``placements``: Decides which part of each parameter a rank has.
 - ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
+- ``own_width``: Lets modules read the width of their input as that of a rank's part.
 - ``async_matmul``: Exchanges tokens while layers multiply.
 - ``table``, ``unsplit``: Describe the plan in the start-up table (what is split, what is replicated, and why).
 """

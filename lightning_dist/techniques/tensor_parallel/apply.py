@@ -33,6 +33,7 @@ from lightning_dist.techniques.protocol import ParameterForms, ParameterRules, R
 from lightning_dist.techniques.tensor_parallel.heads import add_head_hooks
 from lightning_dist.techniques.tensor_parallel.hooked import LateHooks
 from lightning_dist.techniques.tensor_parallel.layers import unsupported_options
+from lightning_dist.techniques.tensor_parallel.own_width import read_own_width, with_attribute
 from lightning_dist.techniques.tensor_parallel.placements import Placements
 from lightning_dist.techniques.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.techniques.tensor_parallel.sequence import SequenceParallel
@@ -103,6 +104,8 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
             self._overlap(plan)
         for name, heads in plan.heads.items():
             add_head_hooks(root.get_submodule(name), heads, self._group, lambda: self._is_whole)
+        for name, arguments in plan.widths.items():
+            read_own_width(root.get_submodule(name), arguments, self._group.size(), lambda: self._is_whole)
         for name, sizes in plan.sizes.items():
             for key, size in sizes.items():
                 self._change(root.get_submodule(name), key, size)
@@ -169,8 +172,15 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
             )
 
     def _change(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of a module, such as a number of heads, to its value for this rank's part."""
-        self._attributes.append((module, name, getattr(module, name), value))
+        """Set an attribute of a module, such as a number of heads, to its value for this rank's part.
+
+        An attribute of the module's configuration, such as ``config.num_heads``, is changed in a copy of it.
+        """
+        name, _, key = name.partition(".")
+        before = getattr(module, name)
+        if key:
+            value = with_attribute(before, key, value)
+        self._attributes.append((module, name, before, value))
         setattr(module, name, value)
 
     def _add_hooks(self, module: nn.Module, before: BeforeForward, after: AfterForward) -> None:
@@ -486,7 +496,7 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
                     if id(whole) not in full:  # Tied parameters stay tied.
                         full[id(whole)] = nn.Parameter(whole.full_tensor(), param.requires_grad)
                     _compat.put_parameter(owner, key, full[id(whole)])
-        for module, name, as_it_was, _ in self._attributes:
+        for module, name, as_it_was, _ in reversed(self._attributes):
             setattr(module, name, as_it_was)
         self._set_whole(True)
         try:

@@ -26,8 +26,9 @@ class TensorParallelOptions(TechniqueOptions):
             more, and the first parts may be left out. None: ``tensor_parallel_plan()`` of the LightningModule, if it
             defines this method. A Hugging Face model's own plan is used for modules that are not named. For modules
             that neither names, the plan is inferred from a step; name a module with ``replicate`` to keep it whole.
-        strict_plan: Whether to raise an error where no plan can be inferred, or where an inferred plan does not compute
-            the same as the whole model. If False, such modules are replicated.
+        strict_plan: Whether to raise an error where no plan can be inferred, or where an inferred plan does not
+            compute the same as the whole model. Otherwise, such modules are replicated. None: it is an error if nothing
+            at all can be split, and a warning if it is less than 80% of the parameters. False: neither.
         sequence_parallel: Whether hidden states between split layers are split along the sequence; not supported
             together with stages. None: they are split where this does not change the results.
         loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: they stay split
@@ -38,7 +39,7 @@ class TensorParallelOptions(TechniqueOptions):
     """
 
     plan: Mapping[str, str] | None = argument(None, only_with="tp")
-    strict_plan: bool = argument(False, only_with="tp")
+    strict_plan: bool | None = argument(None, only_with="tp")
     sequence_parallel: bool | None = argument(None, only_with="tp")
     loss_parallel: bool | None = argument(None, only_with="tp")
     async_tensor_parallel: bool = argument(False, only_with="tp")

@@ -26,6 +26,7 @@ __all__ = [
     "Source",
     "SplitHeads",
     "SplitSequence",
+    "is_inside",
     "resolve_plan",
     "with_tied",
 ]
@@ -142,6 +143,8 @@ class Plan:
         heads: The tensors with a dimension of attention heads that a module takes or returns, by full module name.
         with_parts: Full names of the modules that are given or return only a rank's part of the ``"features"`` or of
             the ``"tokens"``, which the values name.
+        widths: Positions or keywords of the arguments whose last size a module reads as that of a rank's part (see
+            :mod:`~lightning_dist.techniques.tensor_parallel.own_width`), by full module name.
     """
 
     entries: Mapping[str, Entry]
@@ -153,12 +156,13 @@ class Plan:
     parameters: Mapping[str, int] = field(default_factory=dict)
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
     with_parts: Mapping[str, str] = field(default_factory=dict)
+    widths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
 
     def outline(self) -> str:
         """Return as text everything that ranks must agree on, without reasons, which may name a rank's own device."""
         styles = {name: (entry.style, entry.num_packed) for name, entry in self.entries.items()}
         others = (self.sizes, self.sequence, self.draws_random, self.splits_logits, self.parameters, self.heads)
-        return repr((styles, *others))
+        return repr((styles, *others, self.widths))
 
     def copied_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the outermost modules that every rank of ``tp`` runs on the same input, because nothing is split.
@@ -179,9 +183,14 @@ class Plan:
         ]
 
 
+def is_inside(name: str, module: str) -> bool:
+    """Return whether ``name`` is the module ``module`` or one of its submodules."""
+    return name == module or name.startswith(f"{module}.")
+
+
 def _is_in(name: str, others: Collection[str]) -> bool:
     """Return whether the module ``name`` is one of ``others`` or inside one of them."""
-    return any(f"{name}.".startswith(f"{other}.") for other in others)
+    return any(is_inside(name, other) for other in others)
 
 
 def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict[str, Entry]:

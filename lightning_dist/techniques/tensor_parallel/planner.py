@@ -34,12 +34,13 @@ from lightning_dist.techniques.tensor_parallel.plan import (
     PlanError,
     Source,
     SplitSequence,
+    is_inside,
     resolve_plan,
     with_tied,
 )
 from lightning_dist.techniques.tensor_parallel.split_logits import works_on_parts
-from lightning_dist.techniques.tensor_parallel.unit_trials import PartialPlan, UnitTrials, is_inside
-from lightning_dist.techniques.tensor_parallel.unsplit import reasons_for_whole
+from lightning_dist.techniques.tensor_parallel.unit_trials import PartialPlan, UnitTrials
+from lightning_dist.techniques.tensor_parallel.unsplit import check_share, reasons_for_whole, share_split
 from lightning_dist.tracing.step_graph import Dataflow, record_step
 
 __all__ = ["StepTrace", "find_plan", "make_plan"]
@@ -53,7 +54,7 @@ def find_plan(
     mesh: DeviceMesh,
     *,
     num_shards: int,
-    is_strict: bool,
+    is_strict: bool | None,
     splits_sequence: bool | None,
     splits_logits: bool | None,
     experts: Mapping[str, tuple[str, str]],
@@ -68,7 +69,7 @@ def find_plan(
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
         is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
-            not compute the same as the whole block.
+            not compute the same as the whole block. None: only if nothing at all can be split.
         splits_sequence: Whether hidden states are split along the sequence; None: wherever that computes the same.
         splits_logits: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
         experts: The style of each module of experts (``experts``: another technique distributes them; ``replicate``)
@@ -76,7 +77,7 @@ def find_plan(
 
     Raises:
         PlanError: If a name in the user's plan matches no module, or a block that is split as the user says does not
-            compute the same as the whole block.
+            compute the same as the whole block; or if nothing can be split, unless ``is_strict`` is False.
         OtherRankError: If ranks have found different plans.
     """
     explicit = resolve_plan(root, user_plan)
@@ -94,12 +95,15 @@ def find_plan(
         trace,
         mesh,
         num_shards=num_shards,
-        is_strict=is_strict,
+        is_strict=bool(is_strict),
         splits_sequence=splits_sequence,
         splits_logits=splits_logits,
         experts=experts,
     )
     check_agreement("The plan of tensor parallelism", plan.outline())
+    if is_strict is not False:
+        reasons = [note for note in plan.notes if note.startswith("whole, ")]
+        check_share(share_split(root, plan.entries, plan.parameters), mesh.size(), reasons)
     return plan
 
 
@@ -239,6 +243,7 @@ class _Planner:
             self._trials.kept.parameters,
             self._trials.kept.heads,
             modules_that_see_parts(self._root, entries, sequence, dataflow),
+            self._trials.kept.widths,
         )
 
     def _tried(self, entries: dict[str, Entry], groups: list[LayerGroup]) -> dict[str, Entry]:

@@ -5,23 +5,29 @@ A unit is a block, or the innermost called module around a group of layers outsi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.model.layers import linear_layer
 from lightning_dist.techniques.tensor_parallel.infer import LayerGroup
-from lightning_dist.techniques.tensor_parallel.plan import Entry, Plan, PlanError, SplitHeads, SplitSequence
+from lightning_dist.techniques.tensor_parallel.plan import (
+    Entry,
+    Plan,
+    PlanError,
+    SplitHeads,
+    SplitSequence,
+    is_inside,
+)
+from lightning_dist.techniques.tensor_parallel.sizes import SizeFinder, Sizes
 from lightning_dist.techniques.tensor_parallel.trial import BLOCK, Trial
 from lightning_dist.tracing.block_trial import kind_of_block
 from lightning_dist.tracing.planning import OncePerKind, first_that_fits
 from lightning_dist.tracing.step_graph import Dataflow
 from lightning_dist.tracing.step_graph.dataflow import Call
 
-__all__ = ["PartialPlan", "UnitTrials", "is_inside"]
+__all__ = ["PartialPlan", "UnitTrials"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class PartialPlan:
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
+    widths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
 
     def joined(self, *others: PartialPlan) -> PartialPlan:
         """Merge this part of a plan with ``others``; later ones override earlier ones."""
@@ -45,6 +52,7 @@ class PartialPlan:
                 {**result.sizes, **other.sizes},
                 {**result.parameters, **other.parameters},
                 {**result.heads, **other.heads},
+                {**result.widths, **other.widths},
             )
         return result
 
@@ -55,12 +63,8 @@ class PartialPlan:
             {key: value for key, value in self.sizes.items() if is_inside(key, name)},
             {key: value for key, value in self.parameters.items() if is_inside(key, name)},
             {key: value for key, value in self.heads.items() if is_inside(key, name)},
+            {key: value for key, value in self.widths.items() if is_inside(key, name)},
         )
-
-
-def is_inside(name: str, module: str) -> bool:
-    """Return whether ``name`` is the module ``module`` or one of its submodules."""
-    return name == module or name.startswith(f"{module}.")
 
 
 def _candidates(group: LayerGroup) -> Iterator[PartialPlan]:
@@ -206,68 +210,19 @@ class UnitTrials:
         return [*parts, *([rest] if rest else [])]
 
     def _try_sizes(self, name: str, split: PartialPlan) -> tuple[PartialPlan, str]:
-        """Find the attribute sizes with which a split unit computes the same as the whole one.
+        """Find the sizes with which the code of a split unit computes the same as the whole one.
 
         Returns:
             The split with these sizes, and an empty text; or ``split`` itself, and the error of the first try.
         """
 
-        def attempt(sizes: dict[str, dict[str, int]]) -> tuple[PartialPlan, str]:
-            tried = replace(split, sizes=sizes)
+        def attempt(sizes: Sizes) -> tuple[PartialPlan, str]:
+            tried = replace(split, sizes=sizes.attributes, widths=sizes.widths)
             return tried, self._difference(name, tried, None)
 
-        found, why_not = first_that_fits(self._candidate_sizes(name, split.entries), attempt)
+        finder = SizeFinder(self._root, self._dataflow, self.calls, self._mesh.size())
+        found, why_not = first_that_fits(finder.candidates(name, split.entries), attempt)
         return (split if found is None else found), why_not
-
-    def _candidate_sizes(self, name: str, entries: Mapping[str, Entry]) -> Iterator[dict[str, dict[str, int]]]:
-        """Yield the sets of attributes to divide: none, those that count heads, those that count features, and both.
-
-        ``num_key_value_groups`` is adapted in each of them.
-        """
-        size = self._mesh.size()
-        yield self._sizes(name, entries, size, heads=False, features=False)
-        yield self._sizes(name, entries, size, heads=True, features=False)
-        yield self._sizes(name, entries, size, heads=False, features=True)
-        yield self._sizes(name, entries, size, heads=True, features=True)
-
-    def _sizes(
-        self, name: str, entries: Mapping[str, Entry], size: int, heads: bool, features: bool
-    ) -> dict[str, dict[str, int]]:
-        changed: dict[str, dict[str, int]] = {}
-        rows = [key for key, entry in entries.items() if entry.style == "rowwise"]
-        for row in rows:
-            layer = linear_layer(self._root.get_submodule(row))
-            assert layer is not None
-            cols = self._dataflow.input_sources[row] if self._dataflow is not None else set()
-            for owner in sorted({key.rpartition(".")[0] for key in (row, *cols) if key.startswith(f"{name}.")}):
-                module = self._root.get_submodule(owner)
-                for key, value in vars(module).items():
-                    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-                        continue
-                    if key == "num_key_value_groups":
-                        new = self._groups_of_keys(module, value, size)
-                    elif heads and re.search(r"heads?$", key) and value != layer.in_features:
-                        new = max(value // size, 1)
-                    elif features and value == layer.in_features:
-                        new = value // size
-                    else:
-                        continue
-                    if new != value:
-                        changed.setdefault(owner, {})[key] = new
-        return changed
-
-    def _groups_of_keys(self, module: nn.Module, groups: int, size: int) -> int:
-        """Return the number of query heads that share a key head on one rank.
-
-        It is ``groups`` as in the whole model, unless there are fewer key heads than ranks (``size``), so that several
-        ranks have copies of the same key head.
-        """
-        head_dim, key = getattr(module, "head_dim", None), getattr(module, "k_proj", None)
-        layer = linear_layer(key) if isinstance(key, nn.Module) else None
-        if layer is None or not isinstance(head_dim, int):
-            return groups
-        num_key_heads = layer.out_features // head_dim
-        return groups if num_key_heads >= size else max(groups * num_key_heads // size, 1)
 
     def difference(
         self,
@@ -305,6 +260,7 @@ class UnitTrials:
             sequence,
             parameters={inside(key): dim for key, dim in sorted(split.parameters.items())},
             heads={inside(key): heads for key, heads in sorted(split.heads.items())},
+            widths={inside(key): arguments for key, arguments in sorted(split.widths.items())},
         )
         used = () if self._dataflow is None else self._dataflow.used_later.get(name, ())
         kind = kind_of_block(unit, name, self.calls[name], used)

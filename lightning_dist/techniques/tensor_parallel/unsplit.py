@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_dist.model.layers import linear_layer
-from lightning_dist.techniques.tensor_parallel.plan import Entry
+from lightning_dist.techniques.tensor_parallel.plan import Entry, PlanError
 from lightning_dist.tracing.step_graph import Dataflow
 
-__all__ = ["reasons_for_whole"]
+__all__ = ["check_share", "reasons_for_whole", "share_split"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -34,14 +36,7 @@ def reasons_for_whole(
         parameters: The dimension of the split of each split parameter that belongs to no split layer, by full name.
         dataflow: The record of a step; None: no step could be run.
     """
-    split = {param for name, param in root.named_parameters() if name in parameters}
-    for name, entry in entries.items():
-        if entry.is_split:
-            split |= {
-                param
-                for key, param in root.get_submodule(name).named_parameters(recurse=False)
-                if key == "weight" or entry.style != "rowwise"
-            }
+    split = _split(root, entries, parameters)
     numbers: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for name, param in root.named_parameters():
         if param not in split:
@@ -54,6 +49,61 @@ def reasons_for_whole(
             largest = sorted(names, key=lambda name: -names[name])
             more = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
             yield f"whole, {part:.0%}: {', '.join(largest[:3])}{more}: {reason}"
+
+
+def share_split(root: nn.Module, entries: Mapping[str, Entry], parameters: Mapping[str, int]) -> float:
+    """Return the fraction of the model's parameters that are split, between 0 and 1.
+
+    Args:
+        root: The model with whole parameters.
+        entries: As for :func:`reasons_for_whole`.
+        parameters: As for :func:`reasons_for_whole`.
+    """
+    total = sum(param.numel() for param in root.parameters())
+    return sum(param.numel() for param in _split(root, entries, parameters)) / max(total, 1)
+
+
+def check_share(share: float, num_ranks: int, reasons: Sequence[str]) -> None:
+    """Check that ranks do not hold and compute most of a model several times.
+
+    Args:
+        share: The fraction of the model's parameters that are split, between 0 and 1.
+        num_ranks: Number of ranks that layers are split over.
+        reasons: Texts that say why parameters are not split, with the reason that concerns the most first.
+
+    Raises:
+        PlanError: If nothing is split. If little is, the first rank warns.
+    """
+    why = f" ({reasons[0]})" if reasons else ""
+    if not share:
+        raise PlanError(
+            f"tp_size={num_ranks}: no layer of this model can be split{why}, so that {num_ranks} ranks would do the"
+            " same work. Use these ranks otherwise, such as by full_shard, give a plan, or set strict_plan=False to"
+            " train nevertheless."
+        )
+    if share < _ENOUGH and dist.get_rank() == 0:
+        warnings.warn(
+            f"tp_size={num_ranks}: {share:.0%} of the parameters are split. All ranks of tp hold the others whole, and"
+            f" do the same work with them{why}. Give a plan, or use these ranks otherwise, such as by full_shard;"
+            " strict_plan=False leaves this warning out.",
+            stacklevel=2,
+        )
+
+
+_ENOUGH = 0.8
+"""Fraction of the parameters below which a warning says that little is split."""
+
+
+def _split(root: nn.Module, entries: Mapping[str, Entry], parameters: Mapping[str, int]) -> set[nn.Parameter]:
+    split = {param for name, param in root.named_parameters() if name in parameters}
+    for name, entry in entries.items():
+        if entry.is_split:
+            split |= {
+                param
+                for key, param in root.get_submodule(name).named_parameters(recurse=entry.style == "experts")
+                if key == "weight" or entry.style != "rowwise"
+            }
+    return split
 
 
 def _reason(
