@@ -163,7 +163,8 @@ def kills(training: Training, number: int, bound: float) -> str:
         rows = training.until(partial(_go_on, others=others, lost=victim, since=at))
         firsts = _first_steps(rows, victim, at)
         stalls += [firsts[replica] - at for replica in others]
-        rows = training.until_all_train(max(firsts.values()))
+        training.until_all_train(max(firsts.values()))
+        rows = training.until(partial(_is_back, lost=victim, since=at))  # Other ranks of its replica may be first.
         back = next(row.at for row in rows if row.at > at and _is_its_next_process(row, victim))
         returns.append(back - at)
         print(
@@ -253,6 +254,10 @@ def _first_steps(rows: list[Row], lost: Row, since: float) -> dict[int, float]:
 
 def _is_its_next_process(row: Row, lost: Row) -> bool:
     return (row.replica, row.rank) == (lost.replica, lost.rank) and row.pid != lost.pid
+
+
+def _is_back(rows: list[Row], lost: Row, since: float) -> bool:
+    return any(row.at > since and _is_its_next_process(row, lost) for row in rows)
 
 
 def _go_on(rows: list[Row], others: set[int], lost: Row, since: float) -> bool:
