@@ -116,7 +116,9 @@ def augmented() -> tuple[np.ndarray, int]:
     seeds = {name: os.environ.pop(name, None) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
     pl.seed_everything(int(os.environ["RANK"]), workers=True, verbose=False)
     model = OnAugmented()
-    trainer = make_trainer("2x2", strategy=TensorParallelStrategy(2), max_steps=3, use_distributed_sampler=True)
+    trainer = make_trainer(
+        "2x2", strategy=TensorParallelStrategy(2, strict_plan=False), max_steps=3, use_distributed_sampler=True
+    )
     trainer.fit(model)
     loader: Any = trainer.train_dataloader
     for name, value in seeds.items():
@@ -158,9 +160,9 @@ class Counting(GPT):
 
 
 def counted() -> tuple[float, float]:
-    metrics = make_trainer("2x2", strategy=TensorParallelStrategy(2), limit_val_batches=1.0).validate(
-        Counting(), verbose=False
-    )[0]
+    metrics = make_trainer(
+        "2x2", strategy=TensorParallelStrategy(2, strict_plan=False), limit_val_batches=1.0
+    ).validate(Counting(), verbose=False)[0]
     return metrics["metric"], metrics["sum"]
 
 
@@ -175,7 +177,7 @@ class Predicting(GPT):
 def predicted(folder: Path) -> int:
     """Return the number of samples for which this rank returns predictions."""
     model = Predicting()
-    trainer = make_trainer("2x2", strategy=TensorParallelStrategy(2), callbacks=[Writer(folder)])
+    trainer = make_trainer("2x2", strategy=TensorParallelStrategy(2, strict_plan=False), callbacks=[Writer(folder)])
     batches = trainer.predict(model) or []
     assert any(isinstance(callback, Writer) for callback in trainer.callbacks)
     return sum(len(batch) for batch in batches)
@@ -196,7 +198,10 @@ def resume(folder: Path) -> tuple[Any, Any]:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
         trainer = make_trainer(
-            "2x2", strategy=TensorParallelStrategy(2), max_steps=max_steps, use_distributed_sampler=True
+            "2x2",
+            strategy=TensorParallelStrategy(2, strict_plan=False),
+            max_steps=max_steps,
+            use_distributed_sampler=True,
         )
         trainer.fit(model, ckpt_path=path)
         if model is half:

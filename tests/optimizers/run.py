@@ -27,7 +27,7 @@ STRATEGIES: dict[str, Any] = {
     "full_shard": lambda: FullShardStrategy(),
     "zero 1": lambda: FullShardStrategy(zero_stage=1),
     "zero 2": lambda: FullShardStrategy(zero_stage=2),
-    "tensor_parallel": lambda: TensorParallelStrategy(tp_size=2),
+    "tensor_parallel": lambda: TensorParallelStrategy(tp_size=2, strict_plan=False),
     "data_parallel": lambda: DataParallelStrategy(),
     "hybrid_shard": lambda: HybridShardStrategy(2, 2),
 }
