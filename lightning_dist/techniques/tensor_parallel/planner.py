@@ -350,7 +350,12 @@ class _Planner:
         of_groups = {name: entry for group in groups for name, entry in group.entries().items()}
         tied = self._without_shared(with_tied(self._root, {**of_groups, **entries}, readers))
         if readers is not None:
-            tied = {name: self._unless_read_elsewhere(name, entry, readers) for name, entry in tied.items()}
+            reading = {param: readers.get(name, ()) for name, param in self._root.named_parameters()}
+            holding: dict[nn.Parameter, list[str]] = defaultdict(list)
+            for name, module in self._root.named_modules():
+                for param in module.parameters(recurse=False):
+                    holding[param].append(name)
+            tied = {name: self._unless_read_elsewhere(name, entry, reading, holding) for name, entry in tied.items()}
         kept = []
         for group in groups:
             whole = [name for name, entry in group.entries().items() if tied[name] != entry]
@@ -362,14 +367,26 @@ class _Planner:
         in_groups = {name for group in kept for name in group.names}
         return {name: entry for name, entry in tied.items() if name not in in_groups}, kept
 
-    def _unless_read_elsewhere(self, name: str, entry: Entry, readers: Mapping[str, Collection[str]]) -> Entry:
-        """Replicate a module that was inferred to be split if the code of another module reads its parameters."""
+    def _unless_read_elsewhere(
+        self,
+        name: str,
+        entry: Entry,
+        readers: Mapping[nn.Parameter, Collection[str]],
+        holders: Mapping[nn.Parameter, Collection[str]],
+    ) -> Entry:
+        """Replicate a module that was inferred to be split if the code of another module reads its parameters.
+
+        Args:
+            name: Full name of the module.
+            entry: Its entry.
+            readers: Full names of the modules whose code reads a parameter, by parameter.
+            holders: Full names of the modules that hold a parameter, by parameter.
+        """
         if entry.source != "inferred" or not entry.is_split:
             return entry
-        params = set(self._root.get_submodule(name).parameters(recurse=False))
-        split = {key for key, param in self._root.named_parameters() if param in params}
-        tied = {key for key, module in self._root.named_modules() if params & set(module.parameters(recurse=False))}
-        others = {reader for param in split for reader in readers.get(param, ()) if reader} - tied
+        params = list(self._root.get_submodule(name).parameters(recurse=False))
+        reading = {reader for param in params for reader in readers[param] if reader}
+        others = reading - {holder for param in params for holder in holders[param]}
         return entry.replicated(f"the code of {min(others)} reads its weight") if others else entry
 
     def _with_units_of(self, groups: Sequence[LayerGroup]) -> dict[str, nn.Module]:
