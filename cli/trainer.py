@@ -41,7 +41,7 @@ from lightning_dist.cli.errors import (
 )
 from lightning_dist.cli.failures import Progress, report_failure
 from lightning_dist.cli.messages import shorten
-from lightning_dist.cli.mlflow_pages import how_to_open, run_page
+from lightning_dist.cli.mlflow_pages import how_to_open, run_page, runs_page
 from lightning_dist.cli.origins import with_origins
 from lightning_dist.cli.save_config import SaveRunConfig
 from lightning_dist.mesh.replica_range import RANGE
@@ -290,8 +290,9 @@ class TrainerCommand(CommandLine):
             rank_zero_info(f"Checkpoint: {os.path.relpath(checkpoint)}")
         for logger in self.trainer.loggers:
             if isinstance(logger, MLflowLogger) and self.trainer.is_global_zero and logger.run_id is not None:
-                page = run_page(str(logger.experiment_id), logger.run_id)
-                rank_zero_info(how_to_open(logger.tracking_uri, page))
+                experiment = str(logger.experiment_id)
+                page = run_page(experiment, logger.run_id)
+                rank_zero_info(how_to_open(logger.tracking_uri, page, runs_page(experiment)))
 
 
 def _add_missing(callbacks: list[Callback], default: Callback, kind: type[Callback] | None = None) -> None:

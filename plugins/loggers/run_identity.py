@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist.plugins.loggers.store import UnusableStoreError, is_refused, own_randomness
+from lightning_dist.run import runs_table
 from lightning_dist.run.tracking_uri import absolute_uri
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ STARTED_TAG = "lightning_dist.started_at"
 RESUMED_FROM_TAG = "resumed_from"
 RESUMED_AT_TAG = "resumed_at_steps"
 _PARENT_TAG = "mlflow.parentRunId"
-_EXPERIMENT_KIND = ("mlflow.experimentKind", "custom_model_development")
-"""The tag that says that an experiment trains models, and is not about applications of language models."""
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development", runs_table.TAG: runs_table.state()}
+"""Tags that say that an experiment trains models, and is not about applications of language models, and which columns
+its table of runs has."""
 
 
 @dataclass(frozen=True)
@@ -217,11 +219,10 @@ def _find_by_tag(client: MlflowClient, experiment_id: str, training: str) -> Run
 def _find_or_create_experiment(client: MlflowClient, identity: RunIdentity) -> str:
     from mlflow.exceptions import MlflowException
 
-    key, kind = _EXPERIMENT_KIND
     found = client.get_experiment_by_name(identity.experiment)
     if found is None:
         try:
-            return str(client.create_experiment(identity.experiment, identity.artifact_location, tags={key: kind}))
+            return str(client.create_experiment(identity.experiment, identity.artifact_location, tags=_EXPERIMENT_TAGS))
         except MlflowException:
             # Another run may have created the experiment in the meantime.
             found = client.get_experiment_by_name(identity.experiment)
@@ -233,8 +234,8 @@ def _find_or_create_experiment(client: MlflowClient, identity: RunIdentity) -> s
             f" or restore it: MLFLOW_TRACKING_URI={identity.tracking_uri} mlflow experiments restore -x"
             f" {found.experiment_id}"
         )
-    if key not in found.tags:
-        client.set_experiment_tag(found.experiment_id, key, kind)
+    for key in _EXPERIMENT_TAGS.keys() - found.tags.keys():
+        client.set_experiment_tag(found.experiment_id, key, _EXPERIMENT_TAGS[key])
     return str(found.experiment_id)
 
 

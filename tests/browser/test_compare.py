@@ -129,12 +129,13 @@ def test_mlflow_shows_the_runs_and_compares_them_under_the_printed_address(
 ) -> None:
     site.wait()
     assert main(["compare", "--tracking-uri", site.address]) == 0
-    printed = re.search(r"MLflow: (\S+compare-runs\S+)", capsys.readouterr().out)
-    assert printed is not None and printed[1].startswith(site.address)
+    output = capsys.readouterr().out
+    printed, table = re.search(r"MLflow: (\S+compare-runs\S+)", output), re.search(r"all runs: (\S+)", output)
+    assert printed is not None and printed[1].startswith(site.address) and table is not None
     names = [f"{strategy} <run>" for strategy in _STRATEGIES]
     comparison = chromium.open(printed[1], width=1600, height=2000)
-    runs = chromium.open(f"{site.address}/#/experiments/1/runs", width=1600)
-    runs.wait_for_text("gpt", *names)
+    runs = chromium.open(table[1], width=1600)
+    runs.wait_for_text("gpt", *names, *_STRATEGIES, "dist.strategy", "train/loss", "perf/step_ms", "107")
     comparison.wait_for_text(*names, *_STRATEGIES, "dist.strategy", "dist.layout.dp_shard_size", "perf/step_ms")
 
 

@@ -1,5 +1,6 @@
 """Test to which MLflow run a training logs, and which tags and parameters make runs comparable."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,11 +119,14 @@ def test_a_given_run_that_was_deleted_is_refused() -> None:
         _ = MLflowLogger(run_id=run_id).experiment
 
 
-def test_an_experiment_has_the_kind_of_model_training() -> None:
+def test_an_experiment_has_the_kind_of_model_training_and_columns_for_strategies() -> None:
     client().create_experiment("old")
     for name in ("new", "old"):
         _ = MLflowLogger(name).run_id
-        assert client().get_experiment_by_name(name).tags["mlflow.experimentKind"] == "custom_model_development"
+        tags = client().get_experiment_by_name(name).tags
+        assert tags["mlflow.experimentKind"] == "custom_model_development"
+        columns = json.loads(tags["mlflow.sharedViewState.strategies"])["selectedColumns"]
+        assert {"params.`dist.strategy`", "metrics.`val/loss`", "metrics.`perf/tokens_per_s`"} <= set(columns)
 
 
 @pytest.mark.parametrize(
