@@ -61,7 +61,8 @@ class Row:
         step: Number of optimizer steps so far.
         epoch: Index of the epoch.
         batch: Index of the batch in the epoch.
-        members: Indices of the replicas that took part in the step.
+        began_with: Indices of the replicas that were there when the step began.
+        members: Indices of the replicas that took part in the step, of which some may have left since.
         leader: Index of the replica that logs and writes checkpoints.
         losses: Losses of this rank's batches that the step has accumulated, the last one of which is ``batch``.
         accumulated: Number of batches of a step, if its epoch has as many left.
@@ -78,6 +79,7 @@ class Row:
     step: int
     epoch: int
     batch: int
+    began_with: tuple[int, ...]
     members: tuple[int, ...]
     leader: int
     losses: tuple[float, ...]
@@ -103,6 +105,7 @@ class Recorded(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
         self.folder, self.seconds = Path(folder), seconds
         self._step, self._losses = 0, list[float]()
+        self._began_with: tuple[int, ...] = ()
 
     def on_train_start(self) -> None:
         self._step, self._losses = self.global_step, []
@@ -119,6 +122,10 @@ class Recorded(pl.LightningModule):
             return should_commit()
 
         manager.should_commit = fails_now_and_then  # type: ignore[method-assign]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self._losses:
+            self._began_with = self.trainer.strategy.elastic.members
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         time.sleep(self.seconds)
@@ -142,6 +149,7 @@ class Recorded(pl.LightningModule):
             step=self.global_step,
             epoch=self.current_epoch,
             batch=batch_idx,
+            began_with=self._began_with,
             members=elastic.members,
             leader=elastic.leader,
             losses=tuple(self._losses),
@@ -247,7 +255,7 @@ class Rows:
                     self._ends[path] = file.tell()
                     values = json.loads(line)
                     self._rows.append(
-                        Row(**{**values, **{name: tuple(values[name]) for name in ("members", "losses")}})
+                        Row(**{**values, **{name: tuple(values[name]) for name in ("began_with", "members", "losses")}})
                     )
         self._rows.sort(key=lambda row: row.at)
         return self._rows
@@ -306,21 +314,18 @@ def _differences_from_one_process(
     schedule, found = schedule_of(optimizer), []
     num_parts, epoch = num_replicas * num_ranks, -1
     loaders: dict[int, list[Any]] = {}
-    before: tuple[int, ...] = ()
     for step in sorted(by_step):
         group = by_step[step]
         if group[0].epoch != epoch:
             epoch = group[0].epoch
             loaders = {part: _batches(part, num_parts, epoch) for part in range(num_parts)}
-        members = next((row.members for row in group if row in counted), ())
+        members, began_with = next(((row.members, row.began_with) for row in group if row in counted), ((), ()))
         if not members:
             found.append(f"step {step} was counted by nobody")
             continue
         accumulated, num_batches = group[0].accumulated, len(group[0].losses)
-        is_fixed = accumulated * len(members) == NUM_ACCUMULATED * num_replicas
-        if keeps_batch and set(before) <= set(members) and not is_fixed:
-            found.append(f"step {step}: {len(members)} replicas have accumulated {accumulated} batches")
-        before = members
+        if keeps_batch and accumulated * len(began_with) != NUM_ACCUMULATED * num_replicas:
+            found.append(f"step {step}: {len(began_with)} replicas have accumulated {accumulated} batches")
         indices = range(group[0].batch + 1 - num_batches, group[0].batch + 1)
         losses = {
             (replica, rank): [loss_of(net, loaders[replica * num_ranks + rank][index]) for index in indices]
