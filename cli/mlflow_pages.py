@@ -28,15 +28,16 @@ def comparison_page(experiment_ids: Iterable[str], run_ids: Iterable[str]) -> st
     return f"#/compare-runs?runs={runs}&experiments={experiments}"
 
 
-def how_to_open(tracking_uri: str, page: str, table: str) -> str:
+def how_to_open(tracking_uri: str, page: str, table: str = "") -> str:
     """Return text that says where pages are, and which server must run for them if the store is not a server.
 
     Args:
         tracking_uri: URI of the store.
         page: Address of the page, relative to that of the server.
-        table: Address of the table of all runs, relative to that of the server.
+        table: Address of the table of all runs, relative to that of the server; empty: it is left out.
     """
     is_server = tracking_uri.startswith("http")
     address = tracking_uri.rstrip("/") if is_server else "http://127.0.0.1:5000"
     after = "" if is_server else f"\n  after: mlflow server --backend-store-uri {tracking_uri}"
-    return f"MLflow: {address}/{page}\n  all runs: {address}/{table}{after}"
+    others = f"\n  all runs: {address}/{table}" if table else ""
+    return f"MLflow: {address}/{page}{others}{after}"

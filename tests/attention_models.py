@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.models import CONTEXT, VOCAB
 
-__all__ = ["WAYS", "Model"]
+__all__ = ["HEADS", "WAYS", "WIDTH", "Block", "Config", "FromConfig", "Model", "Recomputed"]
 
 WIDTH, HEADS = 24, 4
 
@@ -152,7 +155,7 @@ class BatchOfHeads(Separate):
 
 
 class FromConfig(Packed):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
 
@@ -178,6 +181,23 @@ class Inside(Separate):
             for layer in (self.query, self.key, self.value)
         )
         return x + self.proj(mixed(q, k, v).transpose(1, 2).contiguous().view(b, t, c))
+
+
+class Recomputed(ThreeLayers):
+    """Compute attention again in the backward, outside of the module's forward, in training only.
+
+    Only a factor depends on the width that is read.
+    """
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (layer(x).view(b, t, self.n_head, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        scale = (c // self.n_head) ** -0.5
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False) if self.training else self.attend(x)
 
 
 class Block(nn.Module):
@@ -208,14 +228,13 @@ WAYS = {
 
 
 class Model(nn.Module):
-    """Map token ids (batch, length) to logits (batch, length, vocabulary) by one block for each way."""
+    """Map token ids (batch, length) to logits (batch, length, vocabulary) by blocks; None: one for each way."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleDict(
-            {name: make() if name == "inside" else Block(make()) for name, make in WAYS.items()}
-        )
+        of_ways = {name: make() if name == "inside" else Block(make()) for name, make in WAYS.items()}
+        self.blocks = nn.ModuleDict(blocks or of_ways)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

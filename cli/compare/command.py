@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_dist.cli.arguments import ArgumentParser
 from lightning_dist.cli.errors import BAD_CONFIGURATION, print_error
-from lightning_dist.cli.mlflow_pages import comparison_page, how_to_open, runs_page
+from lightning_dist.cli.mlflow_pages import comparison_page, how_to_open
 from lightning_dist.run.tracking_uri import chosen_tracking_uri
 
 _DESCRIPTION = """\
@@ -125,9 +125,9 @@ def _compare(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     runs = comparison.runs
-    experiments = list(dict.fromkeys(run.experiment_id for run in runs))
-    page = comparison_page(experiments, [run.id for run in runs])
-    link = how_to_open(tracking_uri, page, runs_page(experiments[0]))
+    link = how_to_open(
+        tracking_uri, comparison_page(dict.fromkeys(run.experiment_id for run in runs), [run.id for run in runs])
+    )
     messages = sys.stdout
     if options.json:
         from lightning_dist.cli.compare.document import as_document

@@ -11,7 +11,6 @@ from lightning_dist.cli.launch.rank import end_with_parent
 _SECONDS_TO_JOIN = 600
 """How long the replicas that are there wait for one that is alive, but does not train, for example as it validates."""
 
-
 _SECONDS_TO_GATHER = 2.0
 """How long the first step after the start waits for replicas that train already to be heard of.
 
@@ -19,6 +18,7 @@ A coordinator that has started again knows no replica. Without this time, the fi
 """
 
 _NOBODY = "no replica, until all were heard of"
+"""The name of the replica that does not exist, for which the coordinator waits meanwhile."""
 
 
 def run(address: str, smallest: int, heartbeat_ms: int) -> None:
@@ -52,11 +52,14 @@ def let_replicas_gather(address: str) -> None:
     """
     from torchft.coordination import LighthouseClient
 
-    client = LighthouseClient(address, connect_timeout=timedelta(seconds=10))
     end = time.monotonic() + _SECONDS_TO_GATHER
-    while time.monotonic() < end:
-        client.heartbeat(_NOBODY)
-        time.sleep(0.1)
+    try:
+        client = LighthouseClient(address, connect_timeout=timedelta(seconds=10))
+        while time.monotonic() < end:
+            client.heartbeat(_NOBODY)
+            time.sleep(0.1)
+    except Exception as error:  # Without this time, replicas may have to start again, and train nevertheless.
+        print(f"The coordinator does not wait for replicas that train already: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 
-__all__ = ["TAG", "VIEW", "state"]
+__all__ = ["STRATEGY", "TAG", "VIEW", "state"]
 
 VIEW = "strategies"
 """The name of the view, which an address of MLflow's web interface gives as ``viewStateShareKey``."""
@@ -10,21 +10,15 @@ VIEW = "strategies"
 TAG = f"mlflow.sharedViewState.{VIEW}"
 """The tag of an experiment in which MLflow's web interface looks the view up."""
 
-_PARAMETERS = ("dist.strategy",)
-_METRICS = (
-    *("train/loss", "train_loss", "val/loss", "val_loss", "perf/tokens_per_s", "perf/samples_per_s", "perf/step_ms"),
-    "memory/peak_mib",
-)
+STRATEGY = "dist.strategy"
+"""The tag of a run that says how it is spread over devices, also if the user has named the run otherwise."""
+
+_METRICS = ("train/loss", "train_loss", "val/loss", "val_loss", "perf/samples_per_s", "perf/tokens_per_s")
 
 
 def state() -> str:
-    """Return the value of the tag: the strategy, the losses, and the speed of each run; it has no column for others.
+    """Return the value of the tag: columns for the strategy, the losses and the speed of each run.
 
     MLflow leaves out the columns of metrics that no run has.
     """
-    columns = [
-        "attributes.`Duration`",
-        *(f"params.`{name}`" for name in _PARAMETERS),
-        *(f"metrics.`{name}`" for name in _METRICS),
-    ]
-    return json.dumps({"selectedColumns": columns})
+    return json.dumps({"selectedColumns": [f"tags.`{STRATEGY}`", *(f"metrics.`{name}`" for name in _METRICS)]})

@@ -13,6 +13,7 @@ import math
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist import _compat
 from lightning_dist._compat import own_buffers, own_parameters
+from lightning_dist.model.configurations import configured_values
 from lightning_dist.model.fixed_draws import fixed_draws
 from lightning_dist.model.tensor_state import is_uninitialized
 from lightning_dist.tracing.step_graph import tensors_in
@@ -109,20 +111,22 @@ class BlockTrial:
         """Return a copy of the block with the weights of the trial, which the caller may distribute."""
         return copy_of(self._block)
 
-    def compare(self, block: nn.Module, params: Mapping[str, nn.Parameter]) -> str:
+    def compare(self, block: nn.Module, params: Mapping[str, nn.Parameter], also_in_training: bool = False) -> str:
         """Run a distributed block, and compare it with the original one. This is a collective over all processes.
 
         Args:
             block: A distributed copy of the block, from :meth:`copy_of_block`.
             params: Its parameters, by their names in the original block.
+            also_in_training: Whether to run it in training mode although the original block computes the same then.
 
         Returns:
             A description of the difference, or the error that ``block`` raises; empty: the results are the same.
         """
-        for is_training in (False, True) if self._differs_in_training else (False,):
+        trains = self._differs_in_training or (also_in_training and bool(self._is_training))
+        for is_training in (False, True) if trains else (False,):
             mode = "in training mode, " if is_training else ""
             actual, raised = self._results(block, params, self.whole_gradient, is_training)
-            expected = self._expected[is_training]
+            expected = self._expected[is_training and self._differs_in_training]
             if not raised:
                 raised = _differing_buffers(actual, expected)
             worst = torch.tensor(math.inf if raised else _largest_difference(actual, expected), device=self._device)
@@ -211,6 +215,8 @@ class BlockTrial:
                     for out in outputs
                 )
                 cast(Tensor, total).backward()  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # The user's code may raise anything on shapes that it does not expect.
             text = str(error).strip().split("\n")[0]
             return {}, f"it raises {type(error).__name__}: {text}"
@@ -285,9 +291,9 @@ def kind_of_block(block: nn.Module, name: str, call: Call, used: Collection[int]
 def kind_of_module(module: nn.Module, name: str) -> object:
     """Return a key that is equal for modules of the same classes, shapes and settings.
 
-    The settings are the attributes that are integers, booleans, strings or None. Of an integer that may be the module's
-    own index, because its full name has the same number or the one before, only this is compared. Other numbers are
-    left out, because many modules have a rate of their own.
+    The settings are the attributes that are integers, booleans, strings or None, also those of configurations. Of an
+    integer that may be the module's own index, because its full name has the same number or the one before, only this
+    is compared. Other numbers are left out, because many modules have a rate of their own.
 
     Args:
         module: A module of the model, with whole parameters.
@@ -306,7 +312,7 @@ def kind_of_module(module: nn.Module, name: str) -> object:
             type(part),
             tuple(
                 (key, type(value), setting(value))
-                for key, value in sorted(vars(part).items())
+                for key, value in sorted({**vars(part), **dict(configured_values(part))}.items(), key=itemgetter(0))
                 if isinstance(value, int | str | None)
             ),
         )

@@ -39,6 +39,7 @@ from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
 from lightning_dist.plugins.loggers.spool import Entry
 from lightning_dist.plugins.loggers.store import Client, default_save_dir, default_spool_dir
 from lightning_dist.plugins.loggers.system_metrics import NodeMetrics
+from lightning_dist.run.runs_table import STRATEGY
 from lightning_dist.run.tracking_uri import SQLITE, chosen_tracking_uri
 
 __all__ = ["MLflowLogger"]
@@ -330,8 +331,10 @@ class MLflowLogger(MLFlowLogger):
         if not self._is_described:  # What the Trainer does next with this logger belongs to the same run.
             self._is_described = True
             self.log_hyperparams({"dist": {"task": evaluation(trainer)}})
+            name = run_name(trainer)
+            self._put({"tags": {STRATEGY: name}})
             if self._run_name is None and self._is_new_run:
-                self._put({"name": run_name(trainer)})
+                self._put({"name": name})
         self._trainer = trainer  # The data loaders do not exist yet.
 
     def _start_node_metrics(self, trainer: Trainer) -> None:

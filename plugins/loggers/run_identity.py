@@ -13,7 +13,7 @@ from lightning_dist.run.tracking_uri import absolute_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import Experiment, Run
 
 __all__ = ["OpenRun", "RunIdentity", "is_newest_start", "last_steps", "open_run", "reopened"]
 
@@ -97,7 +97,9 @@ def open_run(client: MlflowClient, identity: RunIdentity, is_first_try: bool) ->
         MlflowException: If the store cannot be reached.
     """
     if identity.is_given:
-        return _continued(client, _given_run(client, identity), identity)
+        given = _given_run(client, identity)
+        _tag(client, client.get_experiment(given.info.experiment_id))
+        return _continued(client, given, identity)
     experiment_id = _find_or_create_experiment(client, identity)
     before = _run_before(client, identity, experiment_id)
     if before is not None and identity.parent is None and before.info.experiment_id == experiment_id:
@@ -234,9 +236,13 @@ def _find_or_create_experiment(client: MlflowClient, identity: RunIdentity) -> s
             f" or restore it: MLFLOW_TRACKING_URI={identity.tracking_uri} mlflow experiments restore -x"
             f" {found.experiment_id}"
         )
-    for key in _EXPERIMENT_TAGS.keys() - found.tags.keys():
-        client.set_experiment_tag(found.experiment_id, key, _EXPERIMENT_TAGS[key])
+    _tag(client, found)
     return str(found.experiment_id)
+
+
+def _tag(client: MlflowClient, experiment: Experiment) -> None:
+    for key in _EXPERIMENT_TAGS.keys() - experiment.tags.keys():
+        client.set_experiment_tag(experiment.experiment_id, key, _EXPERIMENT_TAGS[key])
 
 
 def is_newest_start(run: OpenRun, identity: RunIdentity) -> bool:

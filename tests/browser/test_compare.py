@@ -18,6 +18,7 @@ import pytest
 
 from lightning_dist.cli import main
 from lightning_dist.cli.compare.colours import ON_DARK, ON_LIGHT
+from lightning_dist.cli.mlflow_pages import runs_page
 from lightning_dist.plugins.loggers import MLflowLogger
 from tests.browser.chromium import EXECUTABLE, Chromium, Page
 
@@ -35,7 +36,8 @@ class _Site:
         self.folder = folder
         self.uri = f"sqlite:///{folder}/mlflow.db"
         for strategy, shard_size in _STRATEGIES.items():
-            logger = MLflowLogger("gpt", run_name=f"{strategy} <run>", tracking_uri=self.uri)
+            tags = {"dist.strategy": f"{strategy} {shard_size}"}
+            logger = MLflowLogger("gpt", run_name=f"{strategy} <run>", tracking_uri=self.uri, tags=tags)
             layout = {"dp_shard_size": shard_size}
             logger.log_hyperparams({"lr": 0.003, "dist": {"strategy": strategy, "world_size": 4, "layout": layout}})
             for step in range(_NUM_STEPS):
@@ -129,13 +131,13 @@ def test_mlflow_shows_the_runs_and_compares_them_under_the_printed_address(
 ) -> None:
     site.wait()
     assert main(["compare", "--tracking-uri", site.address]) == 0
-    output = capsys.readouterr().out
-    printed, table = re.search(r"MLflow: (\S+compare-runs\S+)", output), re.search(r"all runs: (\S+)", output)
-    assert printed is not None and printed[1].startswith(site.address) and table is not None
+    printed = re.search(r"MLflow: (\S+compare-runs\S+)", capsys.readouterr().out)
+    assert printed is not None and printed[1].startswith(site.address)
     names = [f"{strategy} <run>" for strategy in _STRATEGIES]
     comparison = chromium.open(printed[1], width=1600, height=2000)
-    runs = chromium.open(table[1], width=1600)
-    runs.wait_for_text("gpt", *names, *_STRATEGIES, "dist.strategy", "train/loss", "perf/step_ms", "107")
+    runs = chromium.open(f"{site.address}/{runs_page('1')}", width=1600)
+    strategies = [f"{strategy} {shard_size}" for strategy, shard_size in _STRATEGIES.items()]
+    runs.wait_for_text("gpt", *names, *strategies, "train/loss", "1.5", "2.5", "4.5")
     comparison.wait_for_text(*names, *_STRATEGIES, "dist.strategy", "dist.layout.dp_shard_size", "perf/step_ms")
 
 

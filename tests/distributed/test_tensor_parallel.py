@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dist import TensorParallelStrategy, full_parameters
 from lightning_dist.run.parity import whole_parameters
 from lightning_dist.techniques.tensor_parallel import SplitLogits
-from tests.attention_models import WAYS
+from tests.attention_models import WAYS, WIDTH, Block, FromConfig, Model, Recomputed
 from tests.behaviour.cases.split_layers import Masked
 from tests.behaviour.models import tokens
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
@@ -358,7 +359,7 @@ def what_little_can_be_split() -> tuple[str, list[str], str]:
 
 def test_ranks_that_would_do_the_same_work_are_refused_or_warned_of(pool: WorkerPool) -> None:
     for rank, (error, warned, tolerated) in enumerate(pool.run(what_little_can_be_split, 4)):
-        assert "tp_size=2: no layer of this model can be split (whole, " in error
+        assert "tp_size=2: no layer of this model is split (" in error
         assert "so that 2 ranks would do the same work. Use these ranks otherwise" in error
         assert ("tp_size=2: 51% of the parameters are split. All ranks of tp hold the others" in warned) == (not rank)
         assert not tolerated
@@ -377,6 +378,41 @@ def test_ten_ways_of_writing_attention_are_split(pool: WorkerPool) -> None:
     assert "  split       97% of the parameters" in table and "replicate (" not in table
     for way in WAYS:
         assert f"model.blocks.{way}." in table
+
+
+def trained_with_several_configurations() -> Weights:
+    """Train blocks with configurations of their own, in one of which another number equals the width."""
+    torch.manual_seed(0)
+    model = build("attentions")
+    configs = [Namespace(n_embd=WIDTH, n_head=heads, window=WIDTH) for heads in (2, 3, 4, 6)]
+    model.model = Model({f"of_{config.n_head}_heads": Block(FromConfig(config)) for config in configs})
+    ranks = int(os.environ["WORLD_SIZE"])
+    strategy = TensorParallelStrategy(2) if ranks > 1 else "auto"
+    make_trainer("2x2", strategy=strategy, max_steps=3, precision="64-true").fit(model.double())
+    assert all(config.window == WIDTH == config.n_embd for config in configs)
+    return weights_of(model)
+
+
+def test_blocks_with_other_numbers_of_heads_are_told_apart(pool: WorkerPool) -> None:
+    (expected,) = pool.run(trained_with_several_configurations, 1)
+    for weights in pool.run(trained_with_several_configurations, 2):
+        assert_same(weights, expected)
+
+
+def table_of_recomputed_attention() -> str:
+    """Return the start-up table of attention that runs again in the backward, outside of its module's forward."""
+    model, lines = build("attentions"), []
+    model.model = Model({"first": Block(Recomputed()), "second": Block(Recomputed())})
+    with patch("lightning_dist.plugins.strategies.mesh.rank_zero_info", lines.append):
+        refused(model, strategy=TensorParallelStrategy(2))
+    return "\n".join(lines)
+
+
+def test_attention_that_reads_its_width_again_in_the_backward_stays_whole(pool: WorkerPool) -> None:
+    """In evaluation mode, it would compute the same with the width of a rank's part."""
+    table = pool.run(table_of_recomputed_attention, 2)[0]
+    assert "replicate (inferred; " in table and "model.blocks.first.attention.query" in table
+    assert "  split       " in table and "model.blocks.first.mlp.0" in table
 
 
 def table_of_a_plan_with_gaps() -> str:

@@ -22,6 +22,7 @@ from lightning_dist.mesh import autograd_collectives
 from lightning_dist.mesh.split_tensor import whole_values
 from lightning_dist.mesh.traffic import Traffic
 from lightning_dist.model.around_forward import enter_around_forward
+from lightning_dist.model.configurations import with_attribute
 from lightning_dist.model.layers import linear_layer
 from lightning_dist.model.randomness import RankRng
 from lightning_dist.model.tensor_state import is_remote
@@ -33,7 +34,7 @@ from lightning_dist.techniques.protocol import ParameterForms, ParameterRules, R
 from lightning_dist.techniques.tensor_parallel.heads import add_head_hooks
 from lightning_dist.techniques.tensor_parallel.hooked import LateHooks
 from lightning_dist.techniques.tensor_parallel.layers import unsupported_options
-from lightning_dist.techniques.tensor_parallel.own_width import read_own_width, with_attribute
+from lightning_dist.techniques.tensor_parallel.own_width import read_own_width
 from lightning_dist.techniques.tensor_parallel.placements import Placements
 from lightning_dist.techniques.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.techniques.tensor_parallel.sequence import SequenceParallel
@@ -174,12 +175,18 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
     def _change(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of a module, such as a number of heads, to its value for this rank's part.
 
-        An attribute of the module's configuration, such as ``config.num_heads``, is changed in a copy of it.
+        An attribute of the module's configuration, such as ``config.num_heads``, is changed for this module only.
+
+        Raises:
+            PlanError: If the configuration cannot have another value for one module.
         """
         name, _, key = name.partition(".")
         before = getattr(module, name)
         if key:
-            value = with_attribute(before, key, value)
+            try:
+                value = with_attribute(before, key, value)
+            except TypeError as error:
+                raise PlanError(f"plan: {error}") from error
         self._attributes.append((module, name, before, value))
         setattr(module, name, value)
 

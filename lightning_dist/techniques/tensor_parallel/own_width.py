@@ -2,15 +2,14 @@
 
 Attention is often written with sizes that it takes from its input, such as ``b, t, c = x.shape`` and then
 ``q.view(b, t, heads, c // heads)`` or ``y.view(b, t, c)``. The input is whole on every rank, and the outputs of the
-split layers are not, so that these sizes have to be those of this rank's part. The same holds for the sizes in a
-configuration that modules share.
+split layers are not, so that these sizes have to be those of this rank's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from copy import copy
 from functools import wraps
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["read_own_width", "with_attribute"]
+__all__ = ["read_own_width"]
 
 _SHAPE = cast(Any, Tensor.shape).__get__
 _KEEP_WIDTH: Collection[Callable[..., Any]] = {
@@ -29,25 +28,25 @@ _KEEP_WIDTH: Collection[Callable[..., Any]] = {
     Tensor.clone,
     Tensor.contiguous,
     Tensor.detach,
+    Tensor.double,
     Tensor.float,
     Tensor.half,
     Tensor.to,
+    Tensor.type,
     Tensor.type_as,
 }
 """Functions whose result has the width of their first argument."""
 
 
-def read_own_width(
-    module: nn.Module, arguments: Sequence[int | str], num_ranks: int, is_off: Callable[[], bool]
-) -> None:
+def read_own_width(module: nn.Module, arguments: Sequence[str], num_ranks: int, is_off: Callable[[], bool]) -> None:
     """Divide the last size of some arguments by the number of ranks, where the code of a module reads it.
 
-    What modules inside of it read stays whole, and so do the values. The module's ``forward`` is replaced on the
-    instance, and is not compiled.
+    What modules inside of it and their hooks read stays whole, and so do the values. The module's ``forward`` is
+    replaced on the instance, and is not compiled.
 
     Args:
         module: A module whose layers are split.
-        arguments: Positions or keywords of the tensors whose last size is that of all ranks' features.
+        arguments: Names of the parameters of its ``forward`` whose last size is that of all ranks' features.
         num_ranks: Number of ranks that layers are split over.
         is_off: Function that returns whether the module holds whole parameters now, so that sizes must stay whole.
     """
@@ -63,16 +62,17 @@ def read_own_width(
 
     for inner in module.modules():
         if inner is not module:
-            inner.register_forward_pre_hook(enter)
+            inner.register_forward_pre_hook(enter, prepend=True)
             inner.register_forward_hook(leave, always_call=True)
     forward = module.forward
+    names = signature(forward)
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_off():
             return forward(*args, **kwargs)
-        given = [args[key] if isinstance(key, int) else kwargs[key] for key in arguments if _has(key, args, kwargs)]
-        mode = _OwnWidth([value for value in given if isinstance(value, Tensor)], num_ranks)
+        given = names.bind(*args, **kwargs).arguments
+        mode = _OwnWidth([given[name] for name in arguments if isinstance(given.get(name), Tensor)], num_ranks)
         running.append(mode)
         try:
             with mode:
@@ -82,23 +82,6 @@ def read_own_width(
 
     # Torch.compile cannot follow which tensor is which; it compiles what is around this module.
     module.forward = cast(Callable[[Any], Any], torch.compiler.disable)(run)
-
-
-def with_attribute(configuration: Any, name: str, value: object) -> Any:
-    """Return a copy of a configuration, which other modules may share, with another value of an attribute.
-
-    Args:
-        configuration: Any object with attributes, such as a dataclass that may be frozen.
-        name: The attribute's name.
-        value: Its new value.
-    """
-    result = copy(configuration)
-    object.__setattr__(result, name, value)
-    return result
-
-
-def _has(key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return key < len(args) if isinstance(key, int) else key in kwargs
 
 
 class _OwnWidth(TorchFunctionMode):
@@ -127,7 +110,7 @@ class _OwnWidth(TorchFunctionMode):
 
     def leave(self, args: tuple[Any, ...], output: Any) -> None:
         """Note that the forward of a module inside, such as a norm, has ended."""
-        self.depth -= 1
+        self.depth = max(self.depth - 1, 0)
         _, size = self._tensors.get(id(args[0]), (None, None)) if args and not self.depth else (None, None)
         if isinstance(output, Tensor) and output.shape == size:
             self._tensors[id(output)] = output, output.shape

@@ -143,7 +143,7 @@ class Plan:
         heads: The tensors with a dimension of attention heads that a module takes or returns, by full module name.
         with_parts: Full names of the modules that are given or return only a rank's part of the ``"features"`` or of
             the ``"tokens"``, which the values name.
-        widths: Positions or keywords of the arguments whose last size a module reads as that of a rank's part (see
+        widths: Names of the arguments whose last size a module reads as that of a rank's part (see
             :mod:`~lightning_dist.techniques.tensor_parallel.own_width`), by full module name.
     """
 
@@ -156,7 +156,7 @@ class Plan:
     parameters: Mapping[str, int] = field(default_factory=dict)
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
     with_parts: Mapping[str, str] = field(default_factory=dict)
-    widths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    widths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def outline(self) -> str:
         """Return as text everything that ranks must agree on, without reasons, which may name a rank's own device."""

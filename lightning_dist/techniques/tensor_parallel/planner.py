@@ -102,7 +102,7 @@ def find_plan(
     )
     check_agreement("The plan of tensor parallelism", plan.outline())
     if is_strict is not False:
-        reasons = [note for note in plan.notes if note.startswith("whole, ")]
+        reasons = [note for note in plan.notes if note.startswith(("no plan ", "whole, "))]
         check_share(share_split(root, plan.entries, plan.parameters), mesh.size(), reasons)
     return plan
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 
 from torch import Tensor, nn
 
+from lightning_dist.model.configurations import configured_values
 from lightning_dist.model.layers import linear_layer
 from lightning_dist.techniques.tensor_parallel.infer import innermost_around
 from lightning_dist.techniques.tensor_parallel.plan import Entry, is_inside
@@ -20,8 +22,8 @@ from lightning_dist.tracing.step_graph.dataflow import Call, is_learned
 
 __all__ = ["SizeFinder", "Sizes"]
 
-_CONFIGURATION = re.compile(r"(config|cfg|conf|args|params|options|settings)$")
-"""Names of attributes that hold a module's configuration."""
+_IS_NO_WIDTH = re.compile(r"window|max|len|position|vocab|context|block_size|seq")
+"""Names of attributes that may happen to equal the width, but mean something else."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Sizes:
     """
 
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    widths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    widths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class SizeFinder:
@@ -72,19 +74,13 @@ class SizeFinder:
                         tried.append(sizes)
                         yield sizes
 
-    def _widths(self, name: str, entries: Mapping[str, Entry]) -> Iterator[tuple[str, tuple[int | str, ...]]]:
+    def _widths(self, name: str, entries: Mapping[str, Entry]) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the modules around split layers, and their arguments that are as wide as what the layers exchange."""
         for row, cols, features in self._rows(entries):
             around = innermost_around((row, *(col for col in cols if col in entries)), self._calls)
             if not is_inside(around, name):
                 continue
-            call = self._calls[around]
-            named: list[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
-            found = tuple(
-                key
-                for key, value in named
-                if isinstance(value, Tensor) and is_learned(value) and value.shape[-1:] == (features,)
-            )
+            found = tuple(_named_as_wide(self._root.get_submodule(around), self._calls[around], features))
             if found:
                 yield around, found
 
@@ -100,7 +96,7 @@ class SizeFinder:
                         new = self._groups_of_keys(module, value)
                     elif heads and re.search(r"heads?$", key) and value != width:
                         new = max(value // self._num_ranks, 1)
-                    elif features and value == width:
+                    elif features and value == width and not _IS_NO_WIDTH.search(key):
                         new = value // self._num_ranks
                     else:
                         continue
@@ -139,10 +135,20 @@ def _numbers(module: nn.Module, has_configurations: bool) -> Iterator[tuple[str,
     Yields:
         The attribute's name, such as ``num_heads`` or ``config.num_heads``, and its value.
     """
-    numbers = dict(vars(module))
-    for key, value in vars(module).items() if has_configurations else ():
-        if _CONFIGURATION.search(key) and hasattr(value, "__dict__"):
-            numbers |= {f"{key}.{inner}": found for inner, found in vars(value).items()}
+    numbers = {**vars(module), **(dict(configured_values(module)) if has_configurations else {})}
     for key, value in numbers.items():
         if isinstance(value, int) and not isinstance(value, bool) and value > 1:
             yield key, value
+
+
+def _named_as_wide(module: nn.Module, call: Call, features: int) -> Iterator[str]:
+    """Yield the names of a call's arguments that are computed from layers and have ``features`` as their last size."""
+    try:
+        given = signature(module.forward).bind(*call.args, **call.kwargs)
+    except (TypeError, ValueError):  # The function has no signature, or one of another function.
+        return
+    for name, value in given.arguments.items():
+        if isinstance(value, Tensor) and value.ndim and is_learned(value):
+            size = value.shape[-1]  # A symbolic size depends on values, and cannot be compared.
+            if isinstance(size, int) and size == features:
+                yield name

@@ -60,7 +60,8 @@ class Trial(BlockTrial):
         params = dict(holder[BLOCK].named_parameters())
         running = [holder[BLOCK]]
         holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules(), running))
-        return self.compare(holder[BLOCK], params)
+        # Code that runs again in a backward, as with a checkpoint inside of the block, may do so in training only.
+        return self.compare(holder[BLOCK], params, also_in_training=bool(plan.widths))
 
     def _untouched(self, plan: Plan) -> str:
         """Return the name of an inferred layer whose weight has no gradient in the whole block; empty: there is none.

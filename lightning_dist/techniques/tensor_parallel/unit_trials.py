@@ -41,7 +41,7 @@ class PartialPlan:
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
-    widths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    widths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def joined(self, *others: PartialPlan) -> PartialPlan:
         """Merge this part of a plan with ``others``; later ones override earlier ones."""

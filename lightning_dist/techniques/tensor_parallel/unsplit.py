@@ -64,7 +64,7 @@ def share_split(root: nn.Module, entries: Mapping[str, Entry], parameters: Mappi
 
 
 def check_share(share: float, num_ranks: int, reasons: Sequence[str]) -> None:
-    """Check that ranks do not hold and compute most of a model several times.
+    """Check that ranks do not hold and compute most of a model several times. The first rank warns if they do.
 
     Args:
         share: The fraction of the model's parameters that are split, between 0 and 1.
@@ -72,12 +72,12 @@ def check_share(share: float, num_ranks: int, reasons: Sequence[str]) -> None:
         reasons: Texts that say why parameters are not split, with the reason that concerns the most first.
 
     Raises:
-        PlanError: If nothing is split. If little is, the first rank warns.
+        PlanError: If nothing is split.
     """
     why = f" ({reasons[0]})" if reasons else ""
     if not share:
         raise PlanError(
-            f"tp_size={num_ranks}: no layer of this model can be split{why}, so that {num_ranks} ranks would do the"
+            f"tp_size={num_ranks}: no layer of this model is split{why}, so that {num_ranks} ranks would do the"
             " same work. Use these ranks otherwise, such as by full_shard, give a plan, or set strict_plan=False to"
             " train nevertheless."
         )
