@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dist.plugins._compat import training_loaders
@@ -85,7 +86,10 @@ def describe_distribution(trainer: Trainer) -> dict[str, Any]:
 
 
 def _strategy_name(trainer: Trainer) -> str:
-    return getattr(trainer.strategy, "strategy_name", None) or type(trainer.strategy).__name__
+    """Return the name under which a Trainer finds the strategy, or that of its class."""
+    kind = type(trainer.strategy)
+    registered = (name for name, entry in StrategyRegistry.items() if entry["strategy"] is kind)
+    return getattr(trainer.strategy, "strategy_name", None) or next(registered, kind.__name__)
 
 
 def _device_name(device: torch.device) -> str:

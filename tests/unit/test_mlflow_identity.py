@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_dist.compression import LocalSGD
@@ -127,6 +128,11 @@ def test_an_experiment_has_the_kind_of_model_training_and_columns_for_strategies
         assert tags["mlflow.experimentKind"] == "custom_model_development"
         columns = json.loads(tags["mlflow.sharedViewState.strategies"])["selectedColumns"]
         assert {"tags.`dist.strategy`", "metrics.`val/loss`", "metrics.`perf/tokens_per_s`"} <= set(columns)
+
+
+def test_lightnings_strategies_have_the_names_under_which_a_trainer_finds_them() -> None:
+    trainer = SimpleNamespace(strategy=DDPStrategy(), world_size=4, state=SimpleNamespace(fn=None))
+    assert run_name(trainer) == "ddp 4"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
