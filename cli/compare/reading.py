@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_dist.cli.compare.measures import is_compared
 from lightning_dist.cli.errors import closest
+from lightning_dist.run.runs_table import STRATEGY
 from lightning_dist.run.tracking_uri import SQLITE, absolute_uri, sqlite_file
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _LARGEST = 1e308
 """SQL stores hold infinity as the largest float."""
 
 _MAX_LISTED = 8
-_OWN_TAGS = ("mlflow.", "lightning_dist.")
+_OWN_TAGS = ("mlflow.", "lightning_dist.", STRATEGY)
 
 
 class Series(NamedTuple):

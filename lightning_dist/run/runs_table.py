@@ -10,7 +10,7 @@ VIEW = "strategies"
 TAG = f"mlflow.sharedViewState.{VIEW}"
 """The tag of an experiment in which MLflow's web interface looks the view up."""
 
-STRATEGY = "dist.strategy"
+STRATEGY = "run.strategy"
 """The tag of a run that says how it is spread over devices, also if the user has named the run otherwise."""
 
 _METRICS = ("train/loss", "train_loss", "val/loss", "val_loss", "perf/samples_per_s", "perf/tokens_per_s")

@@ -36,7 +36,7 @@ class _Site:
         self.folder = folder
         self.uri = f"sqlite:///{folder}/mlflow.db"
         for strategy, shard_size in _STRATEGIES.items():
-            tags = {"dist.strategy": f"{strategy} {shard_size}"}
+            tags = {"run.strategy": f"{strategy} {shard_size}"}
             logger = MLflowLogger("gpt", run_name=f"{strategy} <run>", tracking_uri=self.uri, tags=tags)
             layout = {"dp_shard_size": shard_size}
             logger.log_hyperparams({"lr": 0.003, "dist": {"strategy": strategy, "world_size": 4, "layout": layout}})

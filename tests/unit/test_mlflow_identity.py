@@ -127,7 +127,7 @@ def test_an_experiment_has_the_kind_of_model_training_and_columns_for_strategies
         tags = client().get_experiment_by_name(name).tags
         assert tags["mlflow.experimentKind"] == "custom_model_development"
         columns = json.loads(tags["mlflow.sharedViewState.strategies"])["selectedColumns"]
-        assert {"tags.`dist.strategy`", "metrics.`val/loss`", "metrics.`perf/tokens_per_s`"} <= set(columns)
+        assert {"tags.`run.strategy`", "metrics.`val/loss`", "metrics.`perf/tokens_per_s`"} <= set(columns)
 
 
 def test_lightnings_strategies_have_the_names_under_which_a_trainer_finds_them() -> None:

@@ -393,7 +393,7 @@ def test_the_layout_of_a_strategy_is_logged() -> None:
     logger = MLflowLogger()
     logger.log_graph(module)
     run = run_of(logger)
-    assert run.info.run_name == run.data.tags["dist.strategy"] == "hybrid_shard 2x4 bf16-mixed"
+    assert run.info.run_name == run.data.tags["run.strategy"] == "hybrid_shard 2x4 bf16-mixed"
     params = run.data.params
     assert params["dist.strategy"] == "hybrid_shard"
     assert (params["dist.layout.dp_replicate_size"], params["dist.layout.dp_shard_size"]) == ("2", "4")
