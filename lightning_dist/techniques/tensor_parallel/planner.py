@@ -378,7 +378,7 @@ class _Planner:
 
         Args:
             name: Full name of the module.
-            entry: Its entry.
+            entry: The entry of the module in the plan that was inferred or given.
             readers: Full names of the modules whose code reads a parameter, by parameter.
             holders: Full names of the modules that hold a parameter, by parameter.
         """
