@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.gpt import model as example
-from tests import attention_models
+from tests import attention_models, multihead_models
 from tests.models import CONTEXT, GPT, MODELS, VOCAB, TestModule
 from tests.zoo.float64 import float64_throughout
 
@@ -200,7 +200,7 @@ class Mixer(Images):
 
 
 class Encoder(Images):
-    """Use torch's own transformer encoder, whose attention is a single function and therefore not split."""
+    """Use torch's own transformer encoder."""
 
     def make_model(self) -> nn.Module:
         class Model(nn.Module):
@@ -237,8 +237,29 @@ class Attentions(GPT):
         self.model, self.temperature = attention_models.Model(), 1.0
 
 
+class MultiheadAttentions(GPT):
+    """Use ``nn.MultiheadAttention`` in several ways."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        TestModule.__init__(self, **kwargs)
+        self.model, self.temperature = attention_models.Model(multihead_models.blocks()), 1.0
+
+
+class Convolutions(Images):
+    """Use convolutions, norms with buffers, and linear layers, none of which is in a pair with a residual sum."""
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 24, 3, stride=2, padding=1, padding_mode="circular"), nn.GroupNorm(2, 24), nn.GELU(),
+            nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.ConvTranspose2d(24, 16, 2, stride=2), nn.ReLU(),
+            nn.Flatten(2), nn.Conv1d(16, 8, 4, stride=4), nn.Flatten(), nn.Linear(128, 48), nn.Tanh(), nn.Linear(48, 4),
+        )  # fmt: skip
+
+
 SPLIT_MODELS = {
     "example_gpt": Example, "llama3": Llama, "qwen": Qwen, "gpt2": GPT2, "mixtral": Mixtral, "bart": Bart, "t5": T5,
     "vit": ViT, "mixer": Mixer, "encoder": Encoder, "attentions": Attentions,
+    "multihead": MultiheadAttentions, "convolutions": Convolutions,
 }  # fmt: skip
 MODELS |= SPLIT_MODELS  # type: ignore[arg-type]

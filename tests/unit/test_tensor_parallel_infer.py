@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
+from lightning_dist.model.layers import LinearLayer, convolution
 from lightning_dist.model.units import find_blocks
 from lightning_dist.techniques.tensor_parallel import resolve_plan
+from lightning_dist.techniques.tensor_parallel.gathered import layers_to_gather
 from lightning_dist.techniques.tensor_parallel.infer import inferred
-from lightning_dist.techniques.tensor_parallel.plan import SplitHeads, with_tied
+from lightning_dist.techniques.tensor_parallel.plan import Entry, SplitHeads, SplitSequence, with_tied
 from lightning_dist.techniques.tensor_parallel.split_logits import works_on_parts
 from lightning_dist.tracing.step_graph import Dataflow, run_on_fakes
 from tests.models import build
-from tests.split_models import SPLIT_MODELS
+from tests.split_models import SPLIT_MODELS, Images
 
 assert SPLIT_MODELS
 BY_HAND = {
@@ -151,3 +154,72 @@ def test_tracing_leaves_no_fake_tensors_in_caches_of_functions() -> None:
     distances.cache_clear()
     traced(WithPositions())
     assert not isinstance(distances(4), FakeTensor)
+
+
+class Mixed(Images):
+    """Have layers that can be split with a gathered output, and others of the same kinds that cannot."""
+
+    def make_model(self) -> nn.Module:
+        self.shared, self.odd = nn.Linear(16, 16), nn.Linear(16, 15)
+        self.computed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.grouped, self.transposed = nn.Conv2d(3, 6, 1, groups=3), nn.ConvTranspose2d(6, 4, 1)
+        self.large, self.small, self.same = nn.Linear(256, 16), nn.Linear(15, 4), nn.Linear(256, 16)
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.shared.weight
+        return nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.transposed(self.grouped(batch[0])).flatten(1)
+        hidden = self.tied(self.computed(self.shared(self.large(hidden) + self.same(hidden))))
+        return functional.cross_entropy(self.small(self.odd(hidden)), batch[1])
+
+
+LARGE = {"large", "same"}
+OTHERS = {"transposed", "small"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, LARGE),
+        ({"large": Entry("replicate", "user")}, {"same"} | OTHERS),
+        ({"large": Entry("replicate", "inferred", "it differs")}, LARGE),
+        ({"large": Entry("rowwise", "inferred")}, {"same"}),
+        ({name: Entry("rowwise", "inferred") for name in LARGE}, set()),
+    ],
+)
+def test_the_largest_free_layers_are_gathered_until_enough_is_split(
+    entries: dict[str, Entry], expected: set[str]
+) -> None:
+    model = Mixed()
+    found = layers_to_gather(model, entries, {}, None, traced(model), 2)
+    assert found.keys() == expected
+    assert {entry.style for entry in found.values()} <= {"colwise_gather_output"}
+    if entries.get("large", Entry("", "user")).why:
+        assert found["large"].why == "in no pair: it differs"
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(2, LARGE), (3, {"odd"}), (32, set())])
+def test_output_features_must_divide_by_the_number_of_ranks(num_ranks: int, expected: set[str]) -> None:
+    model = Mixed()
+    assert layers_to_gather(model, {}, {}, None, traced(model), num_ranks).keys() == expected
+
+
+def test_layers_are_not_gathered_where_ranks_have_different_tokens() -> None:
+    sequence = SplitSequence((("large", "same"),), {}, {})
+    model = Mixed()
+    assert layers_to_gather(model, {}, {}, sequence, traced(model), 2).keys() == OTHERS
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Conv2d(3, 8, 5), LinearLayer(1, 0, 3, 8, feature_dim=-3)),
+        (nn.ConvTranspose1d(3, 8, 5), LinearLayer(0, 1, 3, 8, feature_dim=-2)),
+        (nn.Conv3d(4, 8, 1, groups=2), None),
+        (torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 1)), None),
+        (nn.Linear(3, 8), None),
+    ],
+)
+def test_convolutions_are_described_by_their_channels(module: nn.Module, expected: LinearLayer | None) -> None:
+    assert convolution(module) == expected

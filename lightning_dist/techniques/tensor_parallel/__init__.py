@@ -5,6 +5,8 @@
 - ``plan``: Represents a plan (which module is split in which style), and reads those of the user and Hugging Face.
 - ``layers``: Finds out which embeddings and attention heads can be split.
 - ``infer``: Infers a plan from the data flow between layers, which a step on fake tensors has recorded.
+- ``attention_heads``: Finds modules of ``nn.MultiheadAttention``, and computes with some of their heads.
+- ``gathered``: Finds layers to split with a gathered output where too little is split otherwise.
 - ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
 - ``hooked``: Finds the layers whose features a hook sees.
 - ``trial``: Compares the outputs and gradients of a split block with those of the whole block on random inputs.
@@ -15,6 +17,7 @@
 These modules apply it:
 
 - ``apply``: Splits a model as its plan says, and decides which form of a parameter its modules hold when.
+- ``split_modules``: Adds what each style needs to the modules of a plan.
 - ``placements``: Decides which part of each parameter a rank has.
 - ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
 - ``own_width``: Lets modules read the width of their input as that of a rank's part.

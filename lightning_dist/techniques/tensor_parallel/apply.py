@@ -22,8 +22,6 @@ from lightning_dist.mesh import autograd_collectives
 from lightning_dist.mesh.split_tensor import whole_values
 from lightning_dist.mesh.traffic import Traffic
 from lightning_dist.model.around_forward import enter_around_forward
-from lightning_dist.model.configurations import with_attribute
-from lightning_dist.model.layers import linear_layer
 from lightning_dist.model.randomness import RankRng
 from lightning_dist.model.tensor_state import is_remote
 from lightning_dist.model.units import Unit
@@ -31,14 +29,11 @@ from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.parameters.local_parts import LocalParts
 from lightning_dist.parameters.on_use import GatheredOnUse
 from lightning_dist.techniques.protocol import ParameterForms, ParameterRules, Rows, TokenSplits
-from lightning_dist.techniques.tensor_parallel.heads import add_head_hooks
 from lightning_dist.techniques.tensor_parallel.hooked import LateHooks
-from lightning_dist.techniques.tensor_parallel.layers import unsupported_options
-from lightning_dist.techniques.tensor_parallel.own_width import read_own_width
 from lightning_dist.techniques.tensor_parallel.placements import Placements
 from lightning_dist.techniques.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.techniques.tensor_parallel.sequence import SequenceParallel
-from lightning_dist.techniques.tensor_parallel.split_layers import AfterForward, BeforeForward, SplitLayers
+from lightning_dist.techniques.tensor_parallel.split_modules import SplitModules
 from lightning_dist.techniques.tensor_parallel.table import rows_of
 
 __all__ = ["TensorParallel"]
@@ -73,142 +68,38 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
         self._placements = Placements(root, mesh, num_shards)
         self._parts = LocalParts()
         # In the following attributes, a pair of a module and a name identifies a parameter that the module holds.
-        # _grads_are_partial: Replicated parameters of which each rank computes only a summand of the gradient.
         # _whole: The gathered parameters, which are DTensors over tp alone.
         # _own_keys: The names of the parameters that a module holds in another form in its own forward than elsewhere.
         # _in_forward, _outside_forward: Both forms of these parameters.
         # _installed: The tensors that use_local has put into modules.
         # _in_use: The modules into which use_local has put tensors.
-        # _attributes: The changed attributes of modules: module, name, old value and new value.
         # _made_local: The values of _requires_grad when use_local was last called for a group.
-        self._grads_are_partial: set[tuple[nn.Module, str]] = set()
         self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._own_keys = self._placements.split_names
         self._in_forward: dict[tuple[nn.Module, str], Tensor] = {}
         self._outside_forward: dict[tuple[nn.Module, str], Tensor] = {}
         self._installed: dict[tuple[nn.Module, str], Tensor] = {}
         self._in_use: set[nn.Module] = set()
-        self._attributes: list[tuple[nn.Module, str, Any, Any]] = []
         self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}
-        self._is_whole = False
+        self.is_whole = False
+        """Whether modules hold whole parameters now, so that they run as in one process."""
         random = RankRng(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
         self.plan = plan
         self.sequence: SequenceParallel | None = None
         if plan.sequence is not None:
             self.sequence = SequenceParallel(root, plan.sequence, plan.entries, self._group, random)
-        self._layers = SplitLayers(self._group, self.sequence, random, plan.splits_logits)
-        for name, entry in plan.entries.items():
-            self._prepare(name, root.get_submodule(name), entry.style, entry.num_packed)
+        self._modules = SplitModules(root, plan, self._placements, self._group, self.sequence, random, self, overlaps)
         self._late_hooks = LateHooks(root, plan.with_parts)
-        self._num_overlapped = 0
-        if overlaps:
-            self._overlap(plan)
-        for name, heads in plan.heads.items():
-            add_head_hooks(root.get_submodule(name), heads, self._group, lambda: self._is_whole)
-        for name, arguments in plan.widths.items():
-            read_own_width(root.get_submodule(name), arguments, self._group.size(), lambda: self._is_whole)
-        for name, sizes in plan.sizes.items():
-            for key, size in sizes.items():
-                self._change(root.get_submodule(name), key, size)
         split_layers = set(self._own_keys)
         for name, dim in plan.parameters.items():
             owner, _, key = name.rpartition(".")
             self._placements.split_parameter(name, root.get_submodule(owner), key, dim)
-        for module, key in self._grads_are_partial | (set() if self.sequence is None else self.sequence.own_tokens):
+        own_tokens = set() if self.sequence is None else self.sequence.own_tokens
+        for module, key in self._modules.partial_gradients | own_tokens:
             self._own_keys[module].add(key)
         for module in root.modules():
             if module in self._own_keys and module not in split_layers:
-                self._add_hooks(module, lambda module, args: None, lambda module, output: None)
-
-    def _prepare(self, name: str, module: nn.Module, style: str, num_packed: int) -> None:
-        if style in ("replicate", "experts"):  # Another technique distributes experts.
-            return
-        if style == "replicated_with_grad_allreduce":
-            self._grads_are_partial |= {(module, key) for key, _ in module.named_parameters(recurse=False)}
-            return
-        if style == "embedding_rowwise":
-            if not isinstance(module, nn.Embedding):
-                raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits nn.Embedding only.")
-            if why_not := unsupported_options(module):
-                raise PlanError(f"plan: {name} has {why_not}, which {style} cannot honour: use replicate.")
-            self._placements.split_layer(name, module, "weight", 0)
-            if module.padding_idx is not None:  # It becomes an index into this rank's rows, or None on other ranks.
-                num_own = module.num_embeddings // self._group.size()
-                own = module.padding_idx - self._group.rank() * num_own
-                self._change(module, "padding_idx", own if 0 <= own < num_own else None)
-            self._add_hooks(module, *self._layers.around(style))
-            return
-        layer = linear_layer(module)
-        if layer is None:
-            if isinstance(module, nn.Linear):
-                raise PlanError(
-                    f"plan: the weight of {name} is computed (by weight_norm, spectral_norm or a parametrization), and"
-                    f" {style} splits stored ones only: use replicate."
-                )
-            raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits linear layers only.")
-        if style == "rowwise":
-            self._placements.split_layer(name, module, "weight", layer.in_dim)
-        else:
-            self._placements.split_layer(name, module, "weight", layer.out_dim, num_packed)
-            if module.bias is not None:
-                self._placements.split_layer(name, module, "bias", 0, num_packed)
-            if layer.out_size is not None:
-                self._change(module, layer.out_size, layer.out_features // self._group.size())
-        self._add_hooks(module, *self._layers.around(style))
-
-    def _overlap(self, plan: Plan) -> None:
-        styles = {name: entry.style for name, entry in plan.entries.items()}
-        self._num_overlapped = sum(
-            [self._layers.overlap(self._root.get_submodule(name), style) for name, style in styles.items()]
-        )
-        if not self._num_overlapped:
-            why = (
-                "hidden states are not split along the sequence"
-                if plan.sequence is None
-                else ("no layer that exchanges tokens is a plain nn.Linear")
-            )
-            raise PlanError(
-                f"async_tensor_parallel=True: {why}, so that there is nothing to overlap. Leave it out; the table of"
-                " the start says why a model is split as it is."
-            )
-
-    def _change(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of a module, such as a number of heads, to its value for this rank's part.
-
-        An attribute of the module's configuration, such as ``config.num_heads``, is changed for this module only.
-
-        Raises:
-            PlanError: If the configuration cannot have another value for one module.
-        """
-        name, _, key = name.partition(".")
-        before = getattr(module, name)
-        if key:
-            try:
-                value = with_attribute(before, key, value)
-            except TypeError as error:
-                raise PlanError(f"plan: {error}") from error
-        self._attributes.append((module, name, before, value))
-        setattr(module, name, value)
-
-    def _add_hooks(self, module: nn.Module, before: BeforeForward, after: AfterForward) -> None:
-        def pre_hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if self._is_whole:
-                return None
-            self._enter_forward(module)
-            given = before(module, args or tuple(kwargs.values()))  # The only argument of a layer is its input.
-            return None if given is None else (given, {})
-
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if self._is_whole:
-                return None
-            result = after(module, output)
-            self._leave_forward(module)
-            return result
-
-        # torch.compile gains nothing by tracing into the hooks, since collectives break the graph.
-        disable = cast(Callable[[Any], Any], torch.compiler.disable)
-        module.register_forward_pre_hook(disable(pre_hook), with_kwargs=True)
-        module.register_forward_hook(disable(hook), always_call=True)
+                self._modules.add_hooks(module)
 
     def prepare_unit(self, unit: Unit) -> None:
         """Split the parameters of ``unit``, and let its blocks use this rank's parts when they are recomputed too."""
@@ -256,7 +147,7 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
             owners: Modules that hold parameters of a gathered group.
             running: The modules among ``owners`` whose forward has begun.
         """
-        if self._is_whole:
+        if self.is_whole:
             return
         holders: list[tuple[nn.Module, str, nn.Parameter]] = []
         for owner in owners:
@@ -298,16 +189,14 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
                 if (module, key) in values:
                     _compat.put_parameter(module, key, values[module, key])
 
-    def _enter_forward(self, module: nn.Module) -> None:
+    def enter_forward(self, module: nn.Module) -> None:
         """Let ``module`` compute with this rank's parts of its parameters.
 
         If the module runs outside of its unit's forward, its sharded parts are gathered, which is a collective over the
         other axes of the mesh.
         """
         self._check_replaced(module)
-        if module in self._in_use:
-            self._swap(module, self._in_forward)
-            return
+        self._swap(module, self._in_forward)
         held: dict[str, Tensor] = {}
         for key in self._own_keys[module]:
             stand_in = _compat.own_parameters(module).get(key)
@@ -367,8 +256,8 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
         left = self._parts.gradients_left()
         return [name for name, _, whole in self.copies() if whole in left] if left else []
 
-    def _leave_forward(self, module: nn.Module) -> None:
-        """Undo :meth:`_enter_forward`."""
+    def leave_forward(self, module: nn.Module) -> None:
+        """Undo :meth:`enter_forward`."""
         for key, held in module.__dict__.pop("_tensor_parallel_held", {}).items():
             _compat.put_parameter(module, key, held)
         self._swap(module, self._outside_forward)
@@ -383,13 +272,13 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
 
     def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:
         """Return whether each rank computes a parameter's gradient from its own features, heads or tokens only."""
-        if (owner, key) in self._grads_are_partial or (owner, key) in self._placements.slice_functions:
+        if (owner, key) in self._modules.partial_gradients or (owner, key) in self._placements.slice_functions:
             return True
         return self.sequence is not None and self.sequence.sees_own_tokens(owner, key)
 
     def _use_whole(self, owners: Iterable[nn.Module]) -> None:
         """Undo :meth:`use_local`, so that ``owners`` hold whole parameters from now on."""
-        for owner in owners if not self._is_whole else ():
+        for owner in owners if not self.is_whole else ():
             for key in _compat.own_parameters(owner) if owner in self._in_use else ():
                 if (owner, key) in self._whole:
                     self._parts.take_requires_grad(self._whole[owner, key])
@@ -436,7 +325,7 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
         """Return the rows of the start-up table that show which layers are split, and how."""
         params = [param for param in self._root.parameters() if not is_remote(param)]
         split = sum(param.numel() for param in params if self.splits(param))
-        return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1), self._num_overlapped)
+        return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1), self._modules.num_overlapped)
 
     def copied_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the modules in ``root`` that every rank computes whole."""
@@ -472,7 +361,7 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
         Raises:
             PlanError: If a user has put a hook on a module that sees only this rank's features.
         """
-        self._layers.reset()
+        self._modules.layers.reset()
         self._late_hooks.check()
 
     def finish_output(self, output: Any) -> Any:
@@ -503,18 +392,15 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
                     if id(whole) not in full:  # Tied parameters stay tied.
                         full[id(whole)] = nn.Parameter(whole.full_tensor(), param.requires_grad)
                     _compat.put_parameter(owner, key, full[id(whole)])
-        for module, name, as_it_was, _ in reversed(self._attributes):
-            setattr(module, name, as_it_was)
-        self._set_whole(True)
-        try:
-            yield
-        finally:
-            self._set_whole(False)
-            for module, name, _, as_it_is in self._attributes:
-                setattr(module, name, as_it_is)
+        with self._modules.as_whole():
+            self._set_whole(True)
+            try:
+                yield
+            finally:
+                self._set_whole(False)
 
     def _set_whole(self, is_whole: bool) -> None:
-        self._is_whole = is_whole
+        self.is_whole = is_whole
         if self.sequence is not None:
             self.sequence.is_disabled = is_whole
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist._compat import NORM
-from lightning_dist.techniques.tensor_parallel.plan import Entry, SplitSequence
+from lightning_dist.techniques.tensor_parallel.plan import Entry, SplitSequence, is_inside
 from lightning_dist.techniques.tensor_parallel.trial import BLOCK
 from lightning_dist.tracing.step_graph import Dataflow, argument_of, find_chains, hidden_key
 from lightning_dist.tracing.step_graph.dataflow import Call, is_stream
@@ -76,7 +76,7 @@ class SequenceFinder:
             of_chain = SplitSequence((tuple(chain),), {}, {})
             why = ""
             for name in chain:
-                why = f"{name} runs more than once in a step" if counts[name] > 1 else self._why_whole(name)
+                why = f"{name} runs more than once in a step" if counts[name] > 1 else self._why_whole(name, entries)
                 one = None
                 if not why:
                     one, why = self._of_block(name, entries, sizes)
@@ -93,7 +93,7 @@ class SequenceFinder:
             return None, why_not or "there are no blocks"
         return replace(found, chains=tuple(chains)), why_not
 
-    def _why_whole(self, name: str) -> str:
+    def _why_whole(self, name: str, entries: Mapping[str, Entry]) -> str:
         """Return why the block ``name`` must see all tokens, as far as this is known without a trial; or nothing."""
         if name in self._sharing:
             return f"{name} shares parameters with modules outside of it"
@@ -101,6 +101,8 @@ class SequenceFinder:
             return "the model checkpoints by itself; use activation_checkpointing=True of the strategy"
         if any(isinstance(module, NORM) for module in self._blocks[name].modules()):
             return f"{name} has a norm whose statistics are over all tokens"
+        if any(is_inside(key, name) and entry.style == "attention_heads" for key, entry in entries.items()):
+            return f"{name} has an nn.MultiheadAttention, which computes with all tokens"
         if hooked := self._hooked_inside(name):
             return f"{hooked} has a hook, which would see some of the tokens"
         if self._dataflow.leaks.get(name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -60,7 +60,11 @@ class SeenByHooks:
 
 
 def modules_that_see_parts(
-    root: nn.Module, entries: Mapping[str, Entry], sequence: SplitSequence | None, dataflow: Dataflow | None
+    root: nn.Module,
+    entries: Mapping[str, Entry],
+    sequence: SplitSequence | None,
+    split_logits: Collection[str],
+    dataflow: Dataflow | None,
 ) -> dict[str, str]:
     """Find the modules that are given or return only a rank's part of the features or of the tokens.
 
@@ -68,6 +72,7 @@ def modules_that_see_parts(
         root: The model.
         entries: The entries of the plan, by full module name.
         sequence: Where hidden states are split along the sequence; None: nowhere.
+        split_logits: Full names of the layers whose output stays split along the vocabulary.
         dataflow: The record of a step of the model; None: only split modules are found to see parts of features.
 
     Returns:
@@ -81,8 +86,11 @@ def modules_that_see_parts(
     for call in dataflow.calls if dataflow is not None and cols else ():
         if cols & _features_seen(call.args, call.kwargs, call.output):
             found[call.name] = "features"
-    split = (name for name, entry in entries.items() if entry.is_split and entry.style != "experts")
-    return {**found, **dict.fromkeys(split, "features")}
+    for name, entry in entries.items():
+        is_gathered = entry.style == "colwise_gather_output" and name not in split_logits
+        if entry.is_split and not entry.is_of_submodules and not is_gathered:
+            found[name] = "features"
+    return found
 
 
 def _features_seen(*values: object) -> set[str]:

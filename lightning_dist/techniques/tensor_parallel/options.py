@@ -21,11 +21,12 @@ class TensorParallelOptions(TechniqueOptions):
 
     Args:
         plan: Style of each module, by name: ``colwise``, ``packed_colwise:3`` (with the number of packed layers),
-            ``rowwise``, ``colwise_gather_output``, ``embedding_rowwise``, ``experts``, ``replicate`` or
-            ``replicated_with_grad_allreduce``. In a name, ``*`` stands for one part between dots and ``**`` for one or
-            more, and the first parts may be left out. None: ``tensor_parallel_plan()`` of the LightningModule, if it
-            defines this method. A Hugging Face model's own plan is used for modules that are not named. For modules
-            that neither names, the plan is inferred from a step; name a module with ``replicate`` to keep it whole.
+            ``rowwise``, ``colwise_gather_output``, ``attention_heads``, ``embedding_rowwise``, ``experts``,
+            ``replicate`` or ``replicated_with_grad_allreduce``. In a name, ``*`` stands for one part between dots and
+            ``**`` for one or more, and the first parts may be left out. None: ``tensor_parallel_plan()`` of the
+            LightningModule, if it defines this method. A Hugging Face model's own plan is used for modules that are not
+            named. For modules that neither names, the plan is inferred from a step; name a module with ``replicate`` to
+            keep it whole.
         strict_plan: Whether to raise an error where no plan can be inferred, or where an inferred plan does not
             compute the same as the whole model. Otherwise, such modules are replicated. None: it is an error if nothing
             at all can be split, and a warning if it is less than 80% of the parameters. False: neither.

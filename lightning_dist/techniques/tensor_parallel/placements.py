@@ -39,7 +39,9 @@ class Placements:
         self.split_names: dict[nn.Module, set[str]] = defaultdict(set)
         """For each module, the names of the parameters of which it uses only this rank's part in its own forward."""
 
-    def split_layer(self, name: str, module: nn.Module, key: str, dim: int, num_packed: int = 1) -> None:
+    def split_layer(
+        self, name: str, module: nn.Module, key: str, dim: int, num_packed: int = 1, has_heads: bool = True
+    ) -> None:
         """Split a parameter of a layer along its features.
 
         Args:
@@ -48,6 +50,7 @@ class Placements:
             key: The parameter's name in the layer: ``weight`` or ``bias``.
             dim: The parameter's dimension along which the split features lie.
             num_packed: The number of matrices that are packed along ``dim``; each rank has a part of each of them.
+            has_heads: Whether the features may be those of attention heads, of which each rank must have whole ones.
 
         Raises:
             PlanError: If features or heads do not divide by the number of ranks, or if the parameter is tied and the
@@ -55,8 +58,9 @@ class Placements:
         """
         param: nn.Parameter = getattr(module, key)
         size, num_ranks = param.size(dim), self._group.size()
-        heads = num_heads(self._parents.get(module), size) if num_packed == 1 else None
-        shared = shared_heads(self._root, name, num_ranks) if num_packed == 1 else None
+        has_heads = has_heads and num_packed == 1
+        heads = num_heads(self._parents.get(module), size) if has_heads else None
+        shared = shared_heads(self._root, name, num_ranks) if has_heads else None
         placement: Placement
         if shared is not None:
             placement, rows, rank = Replicate(), size // shared, self._group.rank()

@@ -36,6 +36,7 @@ STYLES: dict[str, str] = {
     "packed_colwise": "several colwise layers in one weight: packed_colwise:3 for query, key and value",
     "rowwise": "each rank has some of the input features; the ranks' outputs are summed",
     "colwise_gather_output": "each rank has some of the output features; all of them are gathered",
+    "attention_heads": "each rank has some of the heads of an nn.MultiheadAttention; the ranks' outputs are summed",
     "embedding_rowwise": "each rank has some rows of the vocabulary; the ranks' outputs are summed",
     "experts": "each rank has some of the experts of a mixture, whose parameters are stacked",
     "replicate": "every rank has the whole module",
@@ -75,6 +76,11 @@ class Entry:
     def is_split(self) -> bool:
         """Return whether each rank holds a part of the module's parameters."""
         return not self.style.startswith("replicate")
+
+    @property
+    def is_of_submodules(self) -> bool:
+        """Return whether the entry also treats the parameters of the module's submodules."""
+        return self.style in ("experts", "attention_heads")
 
     def replicated(self, why: str) -> Entry:
         """Return an entry from the same source that replicates the module.
@@ -135,8 +141,8 @@ class Plan:
         sequence: Description of the split of hidden states along the sequence; None: they are not split.
         draws_random: Whether the model may draw random numbers. Ranks must then draw the same numbers where activations
             are replicated, and different numbers where they are split.
-        splits_logits: Whether the output of a ``colwise_gather_output`` layer stays split until a function needs the
-            whole of it.
+        split_logits: Full names of the ``colwise_gather_output`` layers whose output stays split until a function needs
+            the whole of it.
         notes: Further lines of the start-up table.
         parameters: For each split parameter that belongs to no split layer, by full name, the dimension along which it
             is split.
@@ -151,17 +157,22 @@ class Plan:
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     sequence: SplitSequence | None = None
     draws_random: bool = True
-    splits_logits: bool = False
+    split_logits: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     parameters: Mapping[str, int] = field(default_factory=dict)
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
     with_parts: Mapping[str, str] = field(default_factory=dict)
     widths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def gathers_output_of(self, name: str) -> bool:
+        """Return whether the ranks gather the output of the layer ``name`` in its forward."""
+        entry = self.entries.get(name)
+        return entry is not None and entry.style == "colwise_gather_output" and name not in self.split_logits
+
     def outline(self) -> str:
         """Return as text everything that ranks must agree on, without reasons, which may name a rank's own device."""
         styles = {name: (entry.style, entry.num_packed) for name, entry in self.entries.items()}
-        others = (self.sizes, self.sequence, self.draws_random, self.splits_logits, self.parameters, self.heads)
+        others = (self.sizes, self.sequence, self.draws_random, self.split_logits, self.parameters, self.heads)
         return repr((styles, *others, self.widths))
 
     def copied_modules(self, root: nn.Module) -> list[nn.Module]:

@@ -17,9 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.mesh.consensus import check_agreement
+from lightning_dist.model.layers import linear_layer
 from lightning_dist.model.units import Unit
 from lightning_dist.techniques.options import FirstStep
+from lightning_dist.techniques.tensor_parallel.attention_heads import attention_modules
 from lightning_dist.techniques.tensor_parallel.find_sequence import SequenceFinder
+from lightning_dist.techniques.tensor_parallel.gathered import layers_to_gather
 from lightning_dist.techniques.tensor_parallel.hooked import (
     SPLITS_FEATURES,
     SeenByHooks,
@@ -102,7 +105,7 @@ def find_plan(
     )
     check_agreement("The plan of tensor parallelism", plan.outline())
     if is_strict is not False:
-        reasons = [note for note in plan.notes if note.startswith(("no plan ", "whole, "))]
+        reasons = [note for note in plan.notes if note.startswith(("no pair ", "no plan ", "whole, "))]
         check_share(share_split(root, plan.entries, plan.parameters), mesh.size(), reasons)
     return plan
 
@@ -172,6 +175,10 @@ def _split_off_experts(
     return others, of_experts
 
 
+_FEATURES = (*SPLITS_FEATURES, "rowwise")
+"""Styles whose layers return or are given a part of the features."""
+
+
 class _Planner:
     def __init__(
         self,
@@ -208,10 +215,11 @@ class _Planner:
             entries, groups = self._without_leaked(entries, groups, dataflow.leaked_layers)
             entries, groups = self._without_hooked(entries, groups)
             vocabulary = {name: self._unless_hooked(name, entry) for name, entry in found.vocabulary.items()}
-            given, entries = entries, {**vocabulary, **entries}
+            attention = attention_modules(self._root, dataflow, self._mesh.size())
+            given, entries = entries, {**vocabulary, **attention, **entries}
             if not given and not groups and not entries:
                 why_not = self._step_trace.why_not or "no layer's output is added to what it was computed from"
-                self._complain(f"no plan was found: {why_not}")
+                self._complain(f"no pair of layers was found: {why_not}")
         else:
             entries, _ = self._without_hooked(entries, [])
             if not entries:
@@ -229,8 +237,9 @@ class _Planner:
         entries = {name: self._note_shared_heads(name, entry) for name, entry in entries.items()}
         self._notes.append(f"hidden states are {'' if sequence else 'not '}split along the sequence" +
                            (f" ({why_not})" if why_not else ""))  # fmt: skip
-        keeps_logits_split = self._keeps_logits_split(entries, splits_logits)
+        split_logits = self._split_logits(entries, splits_logits)
         entries |= of_experts
+        entries |= self._gathered(entries, sequence)
         entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
         self._notes += reasons_for_whole(self._root, entries, self._trials.kept.parameters, dataflow)
         return Plan(
@@ -238,17 +247,17 @@ class _Planner:
             sizes,
             sequence,
             self._may_draw(),
-            keeps_logits_split,
+            split_logits,
             tuple(self._notes),
             self._trials.kept.parameters,
             self._trials.kept.heads,
-            modules_that_see_parts(self._root, entries, sequence, dataflow),
+            modules_that_see_parts(self._root, entries, sequence, split_logits, dataflow),
             self._trials.kept.widths,
         )
 
     def _tried(self, entries: dict[str, Entry], groups: list[LayerGroup]) -> dict[str, Entry]:
         """Return ``entries``, and those of ``groups`` with which units compute the same as whole."""
-        for name, unit in self._with_units_of(groups).items():
+        for name, unit in self._units_to_try(groups, entries).items():
             its_groups = [group for group in groups if is_inside(group.row, name)]
             given = {key: entry for key, entry in entries.items() if is_inside(key, name)}
             if its_groups or any(entry.is_split for entry in given.values()):
@@ -258,24 +267,36 @@ class _Planner:
             entries |= self._untried(group)
         return entries
 
-    def _keeps_logits_split(self, entries: Mapping[str, Entry], splits_logits: bool | None) -> bool:
-        """Return whether logits stay split along the vocabulary, and note why.
+    def _split_logits(self, entries: Mapping[str, Entry], splits_logits: bool | None) -> tuple[str, ...]:
+        """Return the names of the heads whose logits stay split along the vocabulary, and note why.
 
         Raises:
             PlanError: If ``splits_logits`` is True, and no head is split in this way.
         """
-        heads = [name for name, entry in entries.items() if entry.style == "colwise_gather_output"]
+        heads = [
+            name
+            for name, entry in entries.items()
+            if entry.style == "colwise_gather_output" and linear_layer(self._root.get_submodule(name)) is not None
+        ]
         if splits_logits and not heads:
             raise PlanError("loss_parallel=True: no head is split along the vocabulary; give a plan that does.")
         if not heads:
-            return False
+            return ()
         dataflow = self._step_trace.dataflow
         uses = dataflow.uses if dataflow is not None else {}
         needs = sorted({use for head in heads for use in uses.get(head, ())})
         keeps = splits_logits is not False and (not needs or bool(splits_logits))
         why = f" (used by {', '.join(needs)})" if needs else " (loss_parallel=False)" if not keeps else ""
         self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
-        return keeps
+        return tuple(heads) if keeps else ()
+
+    def _gathered(self, entries: Mapping[str, Entry], sequence: SplitSequence | None) -> dict[str, Entry]:
+        """Return entries of layers that are split with a gathered output, if too few parameters are split otherwise."""
+        dataflow = self._step_trace.dataflow
+        if dataflow is None or self._step_trace.why_not:
+            return {}
+        parameters, num_ranks = self._trials.kept.parameters, self._mesh.size()
+        return layers_to_gather(self._root, entries, parameters, sequence, dataflow, num_ranks)
 
     def _without_leaked(
         self, entries: dict[str, Entry], groups: list[LayerGroup], leaked_layers: Collection[str]
@@ -389,9 +410,17 @@ class _Planner:
         others = reading - {holder for param in params for holder in holders[param]}
         return entry.replicated(f"the code of {min(others)} reads its weight") if others else entry
 
-    def _with_units_of(self, groups: Sequence[LayerGroup]) -> dict[str, nn.Module]:
-        """Return the modules to try: the blocks, and the innermost called module around each group outside of them."""
-        around = {innermost_around(group.names, self._trials.calls) for group in groups} - {""}
+    def _units_to_try(self, groups: Sequence[LayerGroup], entries: Mapping[str, Entry]) -> dict[str, nn.Module]:
+        """Return the modules to try: the blocks, and the innermost called modules around what is split outside of them.
+
+        These are the module around each group, and the one around all layers that the user gives a part of the
+        features.
+        """
+        around = {innermost_around(group.names, self._trials.calls) for group in groups}
+        of_user = {name for name, entry in entries.items() if entry.source == "user" and entry.style in _FEATURES}
+        of_user = {name for name in of_user if not any(is_inside(name, block) for block in self._blocks)}
+        parents = [name.rpartition(".")[0] for name in of_user]  # A layer alone does not compute the same.
+        around = (around | {innermost_around(parents, self._trials.calls)}) - {""}
         found = {name for name in around if not any(is_inside(name, block) for block in self._blocks)}
         outermost = {name for name in found if not any(is_inside(name, other) for other in found - {name})}
         free = {name for name in outermost if not any(is_inside(block, name) for block in self._blocks)}

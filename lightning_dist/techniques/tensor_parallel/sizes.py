@@ -14,7 +14,7 @@ from inspect import signature
 from torch import Tensor, nn
 
 from lightning_dist.model.configurations import configured_values
-from lightning_dist.model.layers import linear_layer
+from lightning_dist.model.layers import convolution, linear_layer
 from lightning_dist.techniques.tensor_parallel.infer import innermost_around
 from lightning_dist.techniques.tensor_parallel.plan import Entry, is_inside
 from lightning_dist.tracing.step_graph import Dataflow
@@ -107,9 +107,11 @@ class SizeFinder:
     def _rows(self, entries: Mapping[str, Entry]) -> Iterator[tuple[str, set[str], int]]:
         """Yield the name of each ``rowwise`` layer, the sources of its input, and its number of input features."""
         for row in [key for key, entry in entries.items() if entry.style == "rowwise"]:
-            layer = linear_layer(self._root.get_submodule(row))
-            assert layer is not None
-            yield row, set() if self._dataflow is None else set(self._dataflow.input_sources[row]), layer.in_features
+            module = self._root.get_submodule(row)
+            layer = linear_layer(module) or convolution(module)
+            if layer is not None:  # A plan that gives another module this style is refused when it is tried.
+                sources = set() if self._dataflow is None else set(self._dataflow.input_sources[row])
+                yield row, sources, layer.in_features
 
     def _groups_of_keys(self, module: nn.Module, groups: int) -> int:
         """Return the number of query heads that share a key head on one rank.

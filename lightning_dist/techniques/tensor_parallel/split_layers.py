@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist._compat import assert_on_device, own_parameters, simulated_backend
 from lightning_dist.mesh import autograd_collectives
+from lightning_dist.model.layers import convolution
 from lightning_dist.model.randomness import RankRng
 from lightning_dist.techniques.tensor_parallel.async_matmul import (
     TokensToGather,
@@ -43,16 +44,12 @@ class SplitLayers:
         sequence: Object that knows where hidden states are split along the sequence; None: they are not split.
         random: Object that lets ranks draw different random numbers, for dropout between split layers; None: the model
             draws no random numbers.
-        splits_logits: Whether logits stay split along the vocabulary until they are used.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, sequence: SequenceParallel | None, random: RankRng | None, splits_logits: bool
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, sequence: SequenceParallel | None, random: RankRng | None) -> None:
         self._group = group
         self._sequence = sequence
         self._random = random
-        self._splits_logits = splits_logits
         # _overlapping: The layers whose forward can exchange tokens while it multiplies.
         # _exchanging: The layer whose forward runs next, and is to do so.
         # _exchanged: The row-wise layer whose forward has just done so.
@@ -62,12 +59,18 @@ class SplitLayers:
         # These are the last input of a split layer, the result of its exchange, and whether gradients were enabled.
         self._entered: tuple[Tensor, Tensor, bool] | None = None
 
-    def around(self, style: str) -> tuple[BeforeForward, AfterForward]:
-        """Return the functions to call before and after the forward of a layer of ``style``."""
+    def around(self, style: str, keeps_split: bool = False) -> tuple[BeforeForward, AfterForward]:
+        """Return the functions to call before and after the forward of a layer.
+
+        Args:
+            style: Style of the layer.
+            keeps_split: Whether the output of a ``colwise_gather_output`` layer, which are logits, stays split along
+                the vocabulary until a function needs the whole.
+        """
         return {
             "colwise": (self._copy_input, self._enter_own_features),
             "packed_colwise": (self._copy_input, self._enter_own_features),
-            "colwise_gather_output": (self._copy_input, self._gather_output),
+            "colwise_gather_output": (self._copy_input, self._split_logits if keeps_split else self._gather_output),
             "rowwise": (self._set_bias_aside, self._sum_output),
             "embedding_rowwise": (self._look_up_own_rows, self._sum_rows),
         }[style]
@@ -149,11 +152,14 @@ class SplitLayers:
 
     def _gather_output(self, module: nn.Module, output: Any) -> Any:
         self._entered = None
-        if not isinstance(output, Tensor):
+        if not isinstance(output, Tensor):  # The forward has raised an error.
             return output
-        if self._splits_logits:
-            return SplitLogits(output, self._group)
-        return autograd_collectives.gather(output, self._group, -1)
+        channels = convolution(module)
+        return autograd_collectives.gather(output, self._group, -1 if channels is None else channels.feature_dim)
+
+    def _split_logits(self, module: nn.Module, output: Any) -> Any:
+        self._entered = None
+        return SplitLogits(output, self._group) if isinstance(output, Tensor) else output
 
     def _set_bias_aside(self, module: nn.Module, args: Any) -> None:
         """Set the bias aside until the outputs are summed, because every rank would add it."""
@@ -183,7 +189,10 @@ class SplitLayers:
             if self._random is not None:
                 self._random.leave()
             output = autograd_collectives.sum_from(output, self._group)
-        return output if bias is None else output + bias
+        if bias is None:
+            return output
+        channels = convolution(module)
+        return output + (bias if channels is None else bias.view(-1, *(1,) * (-1 - channels.feature_dim)))
 
     def _look_up_own_rows(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         """Return indices into this rank's rows of the vocabulary; those of other ranks' rows become 0.

@@ -54,7 +54,7 @@ class Trial(BlockTrial):
         holder = nn.ModuleDict({BLOCK: self.copy_of_block()})
         if untouched := self._untouched(plan):
             return f"the trial shows nothing about {untouched}, whose weight gets no gradient in it"
-        plan = replace(plan, draws_random=False, splits_logits=False)
+        plan = replace(plan, draws_random=False, split_logits=())
         parallel = TensorParallel(holder, plan, self._mesh, self._num_shards)
         parallel.split(list(holder.parameters()), list(holder.modules()))
         params = dict(holder[BLOCK].named_parameters())

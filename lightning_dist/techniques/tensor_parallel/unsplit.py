@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dist.model.layers import linear_layer
+from lightning_dist.model.layers import CONVOLUTIONS, linear_layer
 from lightning_dist.techniques.tensor_parallel.plan import Entry, PlanError
 from lightning_dist.tracing.step_graph import Dataflow
 
-__all__ = ["check_share", "reasons_for_whole", "share_split"]
+__all__ = ["ENOUGH", "check_share", "reasons_for_whole", "share_split"]
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+ENOUGH = 0.8
+"""Fraction of the parameters below which a warning says that little is split."""
 
 _SMALL = 0.01
 """A reason is left out if it concerns less than this fraction of the model's parameters."""
@@ -81,7 +82,7 @@ def check_share(share: float, num_ranks: int, reasons: Sequence[str]) -> None:
             " same work. Use these ranks otherwise, such as by full_shard, give a plan, or set strict_plan=False to"
             " train nevertheless."
         )
-    if share < _ENOUGH and dist.get_rank() == 0:
+    if share < ENOUGH and dist.get_rank() == 0:
         warnings.warn(
             f"tp_size={num_ranks}: {share:.0%} of the parameters are split. All ranks of tp hold the others whole, and"
             f" do the same work with them{why}. Give a plan, or use these ranks otherwise, such as by full_shard;"
@@ -90,17 +91,13 @@ def check_share(share: float, num_ranks: int, reasons: Sequence[str]) -> None:
         )
 
 
-_ENOUGH = 0.8
-"""Fraction of the parameters below which a warning says that little is split."""
-
-
 def _split(root: nn.Module, entries: Mapping[str, Entry], parameters: Mapping[str, int]) -> set[nn.Parameter]:
     split = {param for name, param in root.named_parameters() if name in parameters}
     for name, entry in entries.items():
         if entry.is_split:
             split |= {
                 param
-                for key, param in root.get_submodule(name).named_parameters(recurse=entry.style == "experts")
+                for key, param in root.get_submodule(name).named_parameters(recurse=entry.is_of_submodules)
                 if key == "weight" or entry.style != "rowwise"
             }
     return split
@@ -122,8 +119,8 @@ def _reason(
         return "the recorded part of the step did not use them"
     if isinstance(module, nn.Embedding):
         return "an embedding is split only if a head has as many outputs as the embedding has rows"
-    if isinstance(module, _CONVOLUTIONS):
-        return "convolutions are not split"
-    if linear_layer(module) is not None:
-        return "linear layers are split only in pairs whose output is added to the hidden states"
-    return "only linear layers and embeddings are split"
+    if isinstance(module, CONVOLUTIONS) and module.groups > 1:
+        return "convolutions with groups are not split"
+    if linear_layer(module) is not None or isinstance(module, CONVOLUTIONS):
+        return "they are in no pair of layers whose output is added to the hidden states"
+    return "only linear layers, convolutions and embeddings are split"

@@ -180,7 +180,7 @@ class _Finder:
         """
         found: list[str] = []
         reasons: list[str] = []
-        for name in dict.fromkeys(map(self._last_layer, self._flow.given_to_loss)):
+        for name in sorted(set(map(self._last_layer, self._flow.given_to_loss))):
             call = self._calls.get(name)
             if call is None or self._is_in_block(name):
                 continue
