@@ -174,15 +174,21 @@ class RankRng:
         self._outside: torch.Tensor | None = None
         self._seeded: torch.Tensor | None = None
 
-    def enter(self) -> None:
-        """Seed the generator from the CPU's generator and the rank, so that ranks differ until :meth:`leave`."""
-        if self._outside is None:
+    def enter(self) -> bool:
+        """Seed the generator from the CPU's generator and the rank, so that ranks differ until :meth:`leave`.
+
+        Returns:
+            Whether ranks drew equal numbers until now.
+        """
+        was_outside = self._outside is None
+        if was_outside:
             before = torch.default_generator.get_state()
             seed = _draw_seed()  # It is the same on all ranks, and after a resume.
             torch.default_generator.set_state(before)
             self._outside = self._generator.get_state()
             self._generator.manual_seed(seed + self._rank)
             self._seeded = self._generator.get_state()
+        return was_outside
 
     def leave(self) -> None:
         """Restore the state that the generator had at :meth:`enter`.

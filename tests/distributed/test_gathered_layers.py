@@ -45,6 +45,31 @@ class Recurrent(Images):
         return functional.cross_entropy(self.head(self.cell(images.reshape(-1, 8, 24))[0][:, -1]), labels)
 
 
+class Conv1D(nn.Conv1d):
+    """Normalize over all channels in the forward of a layer, which has the name of another library's layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(1)
+
+
+class Unusual(Images):
+    """Use a mask that is trained, a layer with a forward of its own, and one that is called with other weights."""
+
+    def make_model(self) -> nn.Module:
+        self.attention, self.mask = nn.MultiheadAttention(24, 4, batch_first=True), nn.Parameter(torch.zeros(8, 8))
+        self.own, self.head, self.changed = Conv1D(8, 8, 3, padding=1), nn.Linear(24, 4), nn.Linear(24, 24)
+        return nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        x = images.reshape(-1, 8, 24)
+        weights = {name: 2 * param for name, param in self.changed.named_parameters()}
+        x = x + torch.func.functional_call(self.changed, weights, (x,))
+        return functional.cross_entropy(
+            self.head(self.own(self.attention(x, x, x, attn_mask=self.mask)[0])[:, 0]), labels
+        )
+
+
 class Watching(pl.Callback):
     """Record what hooks of all kinds see of a layer, from the first step on."""
 
@@ -71,6 +96,7 @@ class Watching(pl.Callback):
 
 
 LAYERS = {
+    "unusual": (Unusual, "head"),
     "plain": (Plain, "second"),
     "convolutions": (lambda **kwargs: build("convolutions", **kwargs), "model.3"),
     "multihead": (lambda **kwargs: build("multihead", **kwargs), "model.blocks.weights_of_heads.attention.attention"),
@@ -106,7 +132,8 @@ def test_hooks_and_averages_see_what_they_see_in_one_process(
         assert_same(found[0], weights)
         assert_same(dict(enumerate(found[1])), dict(enumerate(seen)))
         assert_same(found[2], averaged)
-        assert ("attention_heads" if key == "multihead" else "colwise_gather_output") + " (inferred)" in found[3]
+        style = "attention_heads" if key in ("multihead", "unusual") else "colwise_gather_output"
+        assert f"{style} (inferred)" in found[3]
 
 
 def share_of(key: str) -> str:

@@ -163,7 +163,7 @@ class Mixed(Images):
         self.shared, self.odd = nn.Linear(16, 16), nn.Linear(16, 15)
         self.computed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
         self.grouped, self.transposed = nn.Conv2d(3, 6, 1, groups=3), nn.ConvTranspose2d(6, 4, 1)
-        self.large, self.small, self.same = nn.Linear(256, 16), nn.Linear(15, 4), nn.Linear(256, 16)
+        self.large, self.small, self.same = nn.Linear(256, 16), nn.Linear(15, 16), nn.Linear(256, 16)
         self.tied = nn.Linear(16, 16)
         self.tied.weight = self.shared.weight
         return nn.Identity()
@@ -175,7 +175,7 @@ class Mixed(Images):
 
 
 LARGE = {"large", "same"}
-OTHERS = {"transposed", "small"}
+OTHERS = {"small"}  # The transposed convolution is too small to be worth it.
 
 
 @pytest.mark.parametrize(

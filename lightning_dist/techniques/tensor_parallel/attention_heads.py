@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_dist._compat import own_parameters
 from lightning_dist.mesh import autograd_collectives
 from lightning_dist.model.randomness import RankRng
 from lightning_dist.techniques.tensor_parallel.plan import Entry
 from lightning_dist.tracing.step_graph import Dataflow
 
-__all__ = ["attend", "attention_modules", "parameters_of_heads", "why_whole"]
+__all__ = ["attend", "attention_modules", "is_inferred_attention", "parameters_of_heads", "why_whole"]
 
 
 def attention_modules(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> dict[str, Entry]:
@@ -31,14 +33,20 @@ def attention_modules(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> di
         num_ranks: Number of ranks that heads are split over.
     """
     entries: dict[str, Entry] = {}
-    for name in dataflow.called:
+    names = {param: name for name, param in root.named_parameters()}
+    for name in sorted(dataflow.called):
         module = root.get_submodule(name)
-        if type(module) is not nn.MultiheadAttention or "forward" in vars(module):
+        if why_whole(module, num_ranks):
             continue
-        readers = set().union(*(dataflow.readers[f"{name}.{key}"] for key, _ in module.named_parameters()))
-        if not why_whole(module, num_ranks) and readers <= {name, ""}:
+        readers = [dataflow.readers[names[param]] for param in module.parameters()]
+        if all(name in found and found <= {name, ""} for found in readers):
             entries[name] = Entry("attention_heads", "inferred")
     return entries
+
+
+def is_inferred_attention(entry: Entry) -> bool:
+    """Return whether ``entry`` is one of :func:`attention_modules`."""
+    return entry.style == "attention_heads" and entry.source == "inferred"
 
 
 def why_whole(module: nn.Module, num_ranks: int) -> str:
@@ -50,6 +58,13 @@ def why_whole(module: nn.Module, num_ranks: int) -> str:
     """
     if not isinstance(module, nn.MultiheadAttention):
         return f"is a {type(module).__name__}, and attention_heads splits nn.MultiheadAttention only"
+    if type(module).forward is not nn.MultiheadAttention.forward or "forward" in vars(module):
+        return f"is a {type(module).__name__} with a forward of its own, which attention_heads would replace"
+    if any(key not in own_parameters(owner) for owner, key, _, _ in parameters_of_heads(module)):
+        return (
+            "has weights that are computed and not stored, such as those of an adapter, and attention_heads splits"
+            " stored ones only"
+        )
     if module.num_heads % num_ranks:
         return f"has {module.num_heads} heads, which do not divide by tp_size={num_ranks}"
     if module.bias_k is not None or module.add_zero_attn:
@@ -120,21 +135,22 @@ def attend(
 
     given = {id(tensor): tensor for tensor in (query, key, value)}
     whole = {known: laid_out(autograd_collectives.copy_to(tensor, group)) for known, tensor in given.items()}
+    attn_mask, key_padding_mask = (
+        autograd_collectives.copy_to(mask, group) if mask is not None and mask.requires_grad else mask
+        for mask in (attn_mask, key_padding_mask)
+    )
     projected = _projected(module, [whole[id(tensor)] for tensor in (query, key, value)])
     q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in projected)  # type: ignore[no-untyped-call]
     only_causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if only_causal else _joined_mask(attn_mask, key_padding_mask, q, group.rank())
     dropout = module.dropout if module.training else 0.0
-    if random is not None and dropout:
-        random.enter()
-    if need_weights:
-        scores = (q * math.sqrt(1.0 / q.size(-1))) @ k.transpose(-2, -1)
-        weights = functional.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
-        output = weights @ v
-    else:
-        output = functional.scaled_dot_product_attention(q, k, v, mask, dropout, only_causal)
-    if random is not None and dropout:
-        random.leave()
+    with _other_numbers(random if dropout else None):
+        if need_weights:
+            scores = (q * math.sqrt(1.0 / q.size(-1))) @ k.transpose(-2, -1)
+            weights = functional.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            output = weights @ v
+        else:
+            output = functional.scaled_dot_product_attention(q, k, v, mask, dropout, only_causal)
     output = functional.linear(output.transpose(1, 2).flatten(2), module.out_proj.weight)
     output = autograd_collectives.sum_from(output, group)
     if module.out_proj.bias is not None:
@@ -147,6 +163,17 @@ def attend(
     else:
         weights = autograd_collectives.gather(weights, group, 1)
     return output, weights if is_batched else weights.squeeze(0)
+
+
+@contextmanager
+def _other_numbers(random: RankRng | None) -> Iterator[None]:
+    """Let ranks draw different random numbers in this context."""
+    has_entered = random is not None and random.enter()
+    try:
+        yield
+    finally:
+        if random is not None and has_entered:
+            random.leave()
 
 
 def _projected(module: nn.MultiheadAttention, inputs: list[Tensor]) -> list[Tensor]:
@@ -187,4 +214,4 @@ def _joined_mask(mask: Tensor | None, padding: Tensor | None, queries: Tensor, r
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)

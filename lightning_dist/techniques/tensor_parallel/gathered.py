@@ -1,8 +1,8 @@
 """Find layers that are in no pair of ``colwise`` and ``rowwise`` layers, to be split with a gathered output.
 
 Each rank computes some of the output features of such a layer, which are the channels of a convolution, and all ranks
-gather them. What is around the layer sees whole inputs and outputs, so that this computes the same in any model, and no
-trial is needed. It sends more than a pair does, and is therefore the last resort: it is used where less than
+gather them. What is around the layer sees whole inputs and outputs, so that this computes the same, and no trial is
+needed. It sends more than a pair does, and is therefore the last resort: it is used where less than
 :data:`~lightning_dist.techniques.tensor_parallel.unsplit.ENOUGH` of the parameters are split otherwise.
 """
 
@@ -51,17 +51,21 @@ def layers_to_gather(
     if sequence is not None:
         blocks = [block for chain in sequence.chains for block in chain]
         found = {name: size for name, size in found.items() if not any(is_inside(name, block) for block in blocks)}
-    smallest = 0
-    for smallest, number in sorted(Counter(found.values()).items(), reverse=True):
-        share += smallest * number / total
-        if share >= ENOUGH:
-            break
+    smallest = total + 1
+    for size, number in sorted(Counter(found.values()).items(), reverse=True):
+        if share < ENOUGH and size * number >= _SMALL * total:
+            share += size * number / total
+            smallest = size
     whys = {name: f"in no pair: {entries[name].why}" for name in found if name in entries and entries[name].why}
     return {
         name: Entry("colwise_gather_output", "inferred", whys.get(name, ""))
         for name, size in found.items()
         if size >= smallest
     }
+
+
+_SMALL = 0.01
+"""Layers of one size that hold less than this fraction of the parameters are not split, because it saves little."""
 
 
 def _candidates(
@@ -90,13 +94,15 @@ def _candidates(
 
 
 def _is_free(param: str, layer: str, num_holders: int, parameters: Mapping[str, int], dataflow: Dataflow) -> bool:
-    """Return whether no other module holds or reads a layer's parameter; the step itself may read it."""
-    return num_holders == 1 and param not in parameters and dataflow.readers[param] <= {layer, ""}
+    """Return whether a layer reads its own parameter, and no other module holds or reads it; the step may read it."""
+    readers = dataflow.readers[param]
+    return num_holders == 1 and param not in parameters and layer in readers and readers <= {layer, ""}
 
 
 def _plain_layer(module: nn.Module) -> LinearLayer | None:
     """Return the description of a layer whose forward is that of torch or Hugging Face, and None for other modules."""
-    is_known = type(module).__module__.startswith("torch.nn.modules.") or type(module).__name__ == "Conv1D"
-    if not is_known or "forward" in vars(module):
+    is_of_torch = type(module).__module__.startswith("torch.nn.modules.")
+    is_of_hugging_face = type(module).__name__ == "Conv1D" and not isinstance(module, (nn.Linear, *CONVOLUTIONS))
+    if not (is_of_torch or is_of_hugging_face) or "forward" in vars(module):
         return None
     return convolution(module) if isinstance(module, CONVOLUTIONS) else linear_layer(module)

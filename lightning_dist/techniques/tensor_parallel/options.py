@@ -9,7 +9,7 @@ from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.techniques.options import Arguments, Build, Run, TechniqueOptions, argument
 from lightning_dist.techniques.protocol import Technique
 from lightning_dist.techniques.tensor_parallel.apply import TensorParallel
-from lightning_dist.techniques.tensor_parallel.plan import resolve_plan
+from lightning_dist.techniques.tensor_parallel.plan import PlanError, resolve_plan
 from lightning_dist.techniques.tensor_parallel.planner import find_plan
 
 __all__ = ["TensorParallelOptions"]
@@ -80,6 +80,11 @@ class TensorParallelOptions(TechniqueOptions):
             if self.plan is not None:
                 resolve_plan(build.module, self.plan)  # It raises if a name in the plan matches no module.
             return
+        if layout.cp > 1 and self.plan is not None and "attention_heads" in self.plan.values():
+            raise PlanError(
+                f"plan: attention_heads with cp_size={layout.cp}: context parallelism splits the tokens of"
+                " nn.MultiheadAttention, whose heads stay whole then. Use replicate for it."
+            )
         mesh = layout.get_mesh(build.mesh, "tp")
         original = None if build.copied is None else build.copied.get(TensorParallel)
         plan = (
@@ -94,6 +99,7 @@ class TensorParallelOptions(TechniqueOptions):
                 splits_sequence=False if layout.pp > 1 else self.sequence_parallel,
                 splits_logits=self.loss_parallel,
                 experts=build.claimed,
+                splits_attention=layout.cp == 1,
             )
             if original is None
             else original.plan

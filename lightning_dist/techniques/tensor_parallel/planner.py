@@ -61,6 +61,7 @@ def find_plan(
     splits_sequence: bool | None,
     splits_logits: bool | None,
     experts: Mapping[str, tuple[str, str]],
+    splits_attention: bool = True,
 ) -> Plan:
     """Find the plan by which ``root`` is split. This is a collective over all processes.
 
@@ -77,6 +78,7 @@ def find_plan(
         splits_logits: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
         experts: The style of each module of experts (``experts``: another technique distributes them; ``replicate``)
             and a remark for the start-up table, by full module name.
+        splits_attention: Whether modules of ``nn.MultiheadAttention`` may be split by heads.
 
     Raises:
         PlanError: If a name in the user's plan matches no module, or a block that is split as the user says does not
@@ -102,6 +104,7 @@ def find_plan(
         splits_sequence=splits_sequence,
         splits_logits=splits_logits,
         experts=experts,
+        splits_attention=splits_attention,
     )
     check_agreement("The plan of tensor parallelism", plan.outline())
     if is_strict is not False:
@@ -135,6 +138,7 @@ def make_plan(
     splits_sequence: bool | None = None,
     splits_logits: bool | None = None,
     experts: Mapping[str, tuple[str, str]] | None = None,
+    splits_attention: bool = True,
 ) -> Plan:
     """Make the plan of ``root``, and try it block by block. This is a collective over all processes.
 
@@ -150,12 +154,13 @@ def make_plan(
         splits_sequence: Whether hidden states are split along the sequence; None: wherever that computes the same.
         splits_logits: Whether logits stay split; None: unless the recorded step needs whole logits.
         experts: As for :func:`find_plan`.
+        splits_attention: As for :func:`find_plan`.
 
     Raises:
         PlanError: If a block that is split as the user says does not compute the same as the whole block, or if
             ``splits_sequence`` or ``splits_logits`` is True and cannot be fulfilled.
     """
-    planner = _Planner(root, blocks, step_trace, mesh, num_shards, is_strict)
+    planner = _Planner(root, blocks, step_trace, mesh, num_shards, is_strict, splits_attention)
     explicit, of_experts = _split_off_experts(explicit, experts or {})
     plan = planner.plan(dict(explicit), of_experts, splits_sequence, splits_logits)
     del planner
@@ -188,7 +193,9 @@ class _Planner:
         mesh: DeviceMesh,
         num_shards: int,
         is_strict: bool,
+        splits_attention: bool,
     ) -> None:
+        self._splits_attention = splits_attention
         self._root = root
         self._blocks = blocks
         self._step_trace = step_trace
@@ -215,11 +222,11 @@ class _Planner:
             entries, groups = self._without_leaked(entries, groups, dataflow.leaked_layers)
             entries, groups = self._without_hooked(entries, groups)
             vocabulary = {name: self._unless_hooked(name, entry) for name, entry in found.vocabulary.items()}
-            attention = attention_modules(self._root, dataflow, self._mesh.size())
+            attention = self._attention(entries, dataflow)
             given, entries = entries, {**vocabulary, **attention, **entries}
             if not given and not groups and not entries:
                 why_not = self._step_trace.why_not or "no layer's output is added to what it was computed from"
-                self._complain(f"no pair of layers was found: {why_not}")
+                self._notes.append(f"no pair of layers was found: {why_not}")
         else:
             entries, _ = self._without_hooked(entries, [])
             if not entries:
@@ -239,7 +246,9 @@ class _Planner:
                            (f" ({why_not})" if why_not else ""))  # fmt: skip
         split_logits = self._split_logits(entries, splits_logits)
         entries |= of_experts
-        entries |= self._gathered(entries, sequence)
+        entries |= self._gathered(entries, sequence, split_logits)
+        if self._is_strict and not any(entry.is_split for entry in entries.values()):
+            self._complain(next((note for note in self._notes if note.startswith("no pair ")), "nothing can be split"))
         entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
         self._notes += reasons_for_whole(self._root, entries, self._trials.kept.parameters, dataflow)
         return Plan(
@@ -290,13 +299,23 @@ class _Planner:
         self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
         return tuple(heads) if keeps else ()
 
-    def _gathered(self, entries: Mapping[str, Entry], sequence: SplitSequence | None) -> dict[str, Entry]:
+    def _attention(self, given: Mapping[str, Entry], dataflow: Dataflow) -> dict[str, Entry]:
+        """Return entries of modules that are split by heads, unless one is given for a module in them."""
+        if not self._splits_attention:
+            return {}
+        found = attention_modules(self._root, dataflow, self._mesh.size())
+        return {name: entry for name, entry in found.items() if not any(is_inside(key, name) for key in given)}
+
+    def _gathered(
+        self, entries: Mapping[str, Entry], sequence: SplitSequence | None, split_logits: Collection[str]
+    ) -> dict[str, Entry]:
         """Return entries of layers that are split with a gathered output, if too few parameters are split otherwise."""
         dataflow = self._step_trace.dataflow
         if dataflow is None or self._step_trace.why_not:
             return {}
         parameters, num_ranks = self._trials.kept.parameters, self._mesh.size()
-        return layers_to_gather(self._root, entries, parameters, sequence, dataflow, num_ranks)
+        found = layers_to_gather(self._root, entries, parameters, sequence, dataflow, num_ranks)
+        return {name: entry for name, entry in found.items() if dataflow.input_sources[name].isdisjoint(split_logits)}
 
     def _without_leaked(
         self, entries: dict[str, Entry], groups: list[LayerGroup], leaked_layers: Collection[str]
@@ -413,18 +432,22 @@ class _Planner:
     def _units_to_try(self, groups: Sequence[LayerGroup], entries: Mapping[str, Entry]) -> dict[str, nn.Module]:
         """Return the modules to try: the blocks, and the innermost called modules around what is split outside of them.
 
-        These are the module around each group, and the one around all layers that the user gives a part of the
-        features.
+        These are the module around each group, the one around all layers that the user gives a part of the features,
+        and modules that are split by heads.
         """
         around = {innermost_around(group.names, self._trials.calls) for group in groups}
         of_user = {name for name, entry in entries.items() if entry.source == "user" and entry.style in _FEATURES}
         of_user = {name for name in of_user if not any(is_inside(name, block) for block in self._blocks)}
         parents = [name.rpartition(".")[0] for name in of_user]  # A layer alone does not compute the same.
-        around = (around | {innermost_around(parents, self._trials.calls)}) - {""}
-        found = {name for name in around if not any(is_inside(name, block) for block in self._blocks)}
+        around |= {innermost_around(parents, self._trials.calls)}
+        around |= {name for name, entry in entries.items() if entry.style == "attention_heads"}
+        found = {
+            name
+            for name in around - {""}
+            if not any(is_inside(name, block) or is_inside(block, name) for block in self._blocks)
+        }
         outermost = {name for name in found if not any(is_inside(name, other) for other in found - {name})}
-        free = {name for name in outermost if not any(is_inside(block, name) for block in self._blocks)}
-        return {**self._blocks, **{name: self._root.get_submodule(name) for name in sorted(free)}}
+        return {**self._blocks, **{name: self._root.get_submodule(name) for name in sorted(outermost)}}
 
     def _untried(self, group: LayerGroup) -> dict[str, Entry]:
         """Return the entries of a group that no trial can confirm.

@@ -154,8 +154,8 @@ class SplitModules:
         forward = module.forward
 
         def gathered(*args: Any, **kwargs: Any) -> Any:
-            given = before(module, args or tuple(kwargs.values()))
-            return after(module, forward(*given, **(kwargs if args else {})))
+            given, others = _input_first(args, kwargs)
+            return after(module, forward(*before(module, given), **others))
 
         self._replace_forward(module, gathered, [module])
 
@@ -223,9 +223,9 @@ class SplitModules:
             if self._forms.is_whole:
                 return None
             self._forms.enter_forward(module)
-            # The input of a layer is its first argument; only transposed convolutions have another one.
-            given = before(module, args or tuple(kwargs.values()))
-            return None if given is None else (given, kwargs if args else {})
+            given, others = _input_first(args, kwargs)
+            changed = before(module, given)
+            return None if changed is None else (changed, others)
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if self._forms.is_whole:
@@ -261,3 +261,14 @@ class SplitModules:
                     self._forms.leave_forward(owner)
 
         module.forward = cast(Callable[[Any], Any], torch.compiler.disable)(run)
+
+
+def _input_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a layer with its input as the first one, and the keyword arguments besides it.
+
+    Only transposed convolutions have arguments besides their input.
+    """
+    if args or not kwargs:
+        return args, kwargs
+    name = "input" if "input" in kwargs else next(iter(kwargs))
+    return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}

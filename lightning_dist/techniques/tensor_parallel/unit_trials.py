@@ -5,12 +5,13 @@ A unit is a block, or the innermost called module around a group of layers outsi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.techniques.tensor_parallel.attention_heads import is_inferred_attention
 from lightning_dist.techniques.tensor_parallel.infer import LayerGroup
 from lightning_dist.techniques.tensor_parallel.plan import (
     Entry,
@@ -148,7 +149,12 @@ class UnitTrials:
         tried, error = self._try_sizes(name, everything)
         if not error:
             return tried
-        kept = self._tried_of_given(name, given)
+        attention = {key: entry for key, entry in given.entries.items() if is_inferred_attention(entry)}
+        others = {key: entry for key, entry in given.entries.items() if key not in attention}
+        kept = self._tried_of_given(name, replace(given, entries=others))
+        for key, entry in attention.items():
+            tried, error = self._try_sizes(name, kept.joined(PartialPlan({key: entry})))
+            kept = kept.joined(PartialPlan({key: entry.replicated(error)})) if error else tried
         for group in groups:
             so_far = kept
             found, error = first_that_fits(_candidates(group), lambda part: self._try_sizes(name, so_far.joined(part)))  # noqa: B023
@@ -177,6 +183,9 @@ class UnitTrials:
             return tried
         source = next(entry.source for entry in given.entries.values() if entry.is_split)
         kind = type(self._units[name]).__name__
+        if source == "user" and self._trial_of(name).error and not self._is_block(name):
+            self._note(f"{name} was not tried: {self._trial_of(name).error}")
+            return given
         if source == "user" and error in self._impossible:
             raise PlanError(f"plan: {error}")
         if source == "user":
@@ -248,7 +257,6 @@ class UnitTrials:
 
         Units of the same class, shapes, inputs and flags share one trial and its answers.
         """
-        unit = self._units[name]
 
         def inside(key: str) -> str:
             return BLOCK + key[len(name) :]
@@ -262,9 +270,7 @@ class UnitTrials:
             heads={inside(key): heads for key, heads in sorted(split.heads.items())},
             widths={inside(key): arguments for key, arguments in sorted(split.widths.items())},
         )
-        used = () if self._dataflow is None else self._dataflow.used_later.get(name, ())
-        kind = kind_of_block(unit, name, self.calls[name], used)
-        trial = self._trials.of(kind, lambda: Trial(unit, self.calls[name], self._mesh, self._num_shards, used))
+        trial = self._trial_of(name)
         if trial.error:
             return f"it could not be tried: {trial.error}"
 
@@ -273,7 +279,24 @@ class UnitTrials:
                 return trial.difference(plan)
             except PlanError as error:
                 text = str(error).removeprefix("plan: ").replace(f"{BLOCK}.", f"{name}.")
+                text = name + text.removeprefix(BLOCK) if text.startswith(f"{BLOCK} ") else text
                 self._impossible.add(text)
                 return text
 
-        return self._answers.of((kind, repr(plan)), difference)
+        return self._answers.of((self._kind_of(name), repr(plan)), difference)
+
+    def _trial_of(self, name: str) -> Trial:
+        """Return the trial of a unit and of all units of its kind. Making it is a collective."""
+        used, call = self._used(name), self.calls[name]
+        return self._trials.of(
+            self._kind_of(name), lambda: Trial(self._units[name], call, self._mesh, self._num_shards, used)
+        )
+
+    def _kind_of(self, name: str) -> object:
+        return kind_of_block(self._units[name], name, self.calls[name], self._used(name))
+
+    def _used(self, name: str) -> Collection[int]:
+        return () if self._dataflow is None else self._dataflow.used_later.get(name, ())
+
+    def _is_block(self, name: str) -> bool:
+        return self._dataflow is not None and name in self._dataflow.blocks
