@@ -17,8 +17,9 @@ from lightning_dist.model.units import find_blocks
 from lightning_dist.techniques.tensor_parallel import resolve_plan
 from lightning_dist.techniques.tensor_parallel.gathered import layers_to_gather
 from lightning_dist.techniques.tensor_parallel.infer import inferred
-from lightning_dist.techniques.tensor_parallel.plan import Entry, SplitHeads, SplitSequence, with_tied
+from lightning_dist.techniques.tensor_parallel.plan import Entry, SplitHeads, SplitSequence
 from lightning_dist.techniques.tensor_parallel.split_logits import works_on_parts
+from lightning_dist.techniques.tensor_parallel.ties import with_tied
 from lightning_dist.tracing.step_graph import Dataflow, run_on_fakes
 from tests.models import build
 from tests.split_models import SPLIT_MODELS, Images

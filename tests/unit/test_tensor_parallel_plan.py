@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from lightning_dist.techniques.tensor_parallel import PlanError, resolve_plan
-from lightning_dist.techniques.tensor_parallel.plan import Entry, with_tied
+from lightning_dist.techniques.tensor_parallel.plan import Entry
+from lightning_dist.techniques.tensor_parallel.ties import with_tied
 from tests.models import build
 
 

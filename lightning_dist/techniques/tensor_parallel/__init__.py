@@ -7,6 +7,7 @@
 - ``infer``: Infers a plan from the data flow between layers, which a step on fake tensors has recorded.
 - ``attention_heads``: Finds modules of ``nn.MultiheadAttention``, and computes with some of their heads.
 - ``gathered``: Finds layers to split with a gathered output where too little is split otherwise.
+- ``ties``: Splits modules that share parameters alike or not at all.
 - ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
 - ``hooked``: Finds the layers whose features a hook sees.
 - ``trial``: Compares the outputs and gradients of a split block with those of the whole block on random inputs.

@@ -49,7 +49,6 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
             :func:`~lightning_dist.techniques.tensor_parallel.planner.make_plan`.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
-
         overlaps: Whether layers exchange tokens while they multiply (asynchronous tensor parallelism).
 
     Raises:

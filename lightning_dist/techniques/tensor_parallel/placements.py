@@ -47,7 +47,7 @@ class Placements:
         Args:
             name: The layer's full name, for errors.
             module: The layer, which holds the whole parameter.
-            key: The parameter's name in the layer: ``weight`` or ``bias``.
+            key: The parameter's name in the layer, such as ``weight``.
             dim: The parameter's dimension along which the split features lie.
             num_packed: The number of matrices that are packed along ``dim``; each rank has a part of each of them.
             has_heads: Whether the features may be those of attention heads, of which each rank must have whole ones.
@@ -84,7 +84,7 @@ class Placements:
             self.slice_functions[module, key] = partial(self._own_of_packed, dim=dim, num_packed=num_packed)
         elif param.size(1 - dim) % self._num_shards:
             raise PlanError(
-                f"plan: {name} is packed_colwise, so that FSDP2 shards its weight along the other dimension, whose"
+                f"plan: {name} packs several layers, so that FSDP2 shards its weight along the other dimension, whose"
                 f" {param.size(1 - dim)} features do not divide by dp_shard_size={self._num_shards}."
             )
         else:

@@ -28,7 +28,6 @@ __all__ = [
     "SplitSequence",
     "is_inside",
     "resolve_plan",
-    "with_tied",
 ]
 
 STYLES: dict[str, str] = {
@@ -237,87 +236,6 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
             patterns[name] = pattern
             plan[name] = Entry(style, "user", num_packed=num_packed)
     return {name: plan[name] for name in modules if name in plan}
-
-
-def with_tied(
-    root: nn.Module, entries: Mapping[str, Entry], readers: Mapping[str, Collection[str]] | None = None
-) -> dict[str, Entry]:
-    """Add entries for the modules that share a split parameter with a module in ``entries``.
-
-    Where one of the modules that share a parameter cannot be split, all of them are replicated.
-
-    Args:
-        root: The model with whole parameters.
-        entries: The entries of the plan, by full module name.
-        readers: The names of the modules whose code uses a parameter, by full parameter name. A module that holds the
-            parameter without using it needs no entry. None: it is not known which modules use a parameter, so each
-            module that holds it needs an entry.
-
-    Returns:
-        The entries by full module name, in the order in which the model defines its modules.
-
-    Raises:
-        PlanError: If a module that cannot be split is tied to one that the user wants split.
-    """
-    split = {
-        param: name
-        for name, entry in entries.items()
-        if entry.is_split
-        for param in root.get_submodule(name).parameters(recurse=False)
-    }
-    result = dict(entries)
-    names = {param: name for name, param in root.named_parameters()}
-    for name, module in root.named_modules():
-        own = [param for param in module.parameters(recurse=False) if param in split]
-        tied = [split[param] for param in own if readers is None or name in readers.get(names[param], ())]
-        if not name or not tied or (name in entries and entries[name].is_split):
-            continue
-        first = entries[tied[0]]
-        asked = entries.get(name)
-        if asked is not None and asked.source == "user" and first.source != "user":
-            alike = _sharing(root, entries, tied[0]) - {name}
-            asked_to_split = [key for key in alike if entries[key].source == "user" and entries[key].is_split]
-            if asked_to_split:
-                raise _conflict(name, asked, asked_to_split[0], entries[asked_to_split[0]])
-            why = f"tied to {name}, which plan replicates"
-            return with_tied(root, {**entries, **{key: entries[key].replicated(why) for key in alike}}, readers)
-        if asked is not None and asked.source == "user":
-            raise _conflict(name, asked, tied[0], first)
-        if isinstance(module, nn.Embedding) and not unsupported_options(module):
-            style = "embedding_rowwise"
-        elif linear_layer(module) is not None and first.style == "embedding_rowwise":
-            style = "colwise_gather_output"
-        elif first.source == "user":
-            raise PlanError(
-                f"plan: {name} is tied to {tied[0]}, which is split as {first.style}, and cannot be split itself: use"
-                f" replicate for {tied[0]}."
-            )
-        else:
-            alike = _sharing(root, entries, tied[0])
-            why = f"tied to {name}, which cannot be split"
-            return with_tied(root, {**entries, **{key: entries[key].replicated(why) for key in alike}}, readers)
-        result[name] = Entry(style, first.source, f"tied to {tied[0]}")
-    return {name: result[name] for name, _ in root.named_modules() if name in result}
-
-
-def _conflict(name: str, entry: Entry, other: str, split: Entry) -> PlanError:
-    return PlanError(
-        f"plan: {name} is {entry.style}, and {other}, which is tied to it, is split as {split.style}: they share a"
-        " parameter. Replicate both, or leave one out."
-    )
-
-
-def _sharing(root: nn.Module, entries: Mapping[str, Entry], name: str) -> set[str]:
-    """Return the names in ``entries`` that share parameters with ``name``, directly or through other entries.
-
-    ``name`` itself is among them.
-    """
-    params = {key: set(root.get_submodule(key).parameters(recurse=False)) for key in entries}
-    found, shared = {name}, params[name]
-    while more := {key for key, own in params.items() if key not in found and own & shared}:
-        found |= more
-        shared = shared.union(*(params[key] for key in more))
-    return found
 
 
 def _hugging_face(root: nn.Module) -> Iterator[tuple[str, Entry]]:

@@ -8,7 +8,6 @@ user has asked for is refused, and any other is replaced by replicating the modu
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,9 +38,9 @@ from lightning_dist.techniques.tensor_parallel.plan import (
     SplitSequence,
     is_inside,
     resolve_plan,
-    with_tied,
 )
 from lightning_dist.techniques.tensor_parallel.split_logits import works_on_parts
+from lightning_dist.techniques.tensor_parallel.ties import blocks_that_share, with_tied_of_groups
 from lightning_dist.techniques.tensor_parallel.unit_trials import PartialPlan, UnitTrials
 from lightning_dist.techniques.tensor_parallel.unsplit import check_share, reasons_for_whole, share_split
 from lightning_dist.tracing.step_graph import Dataflow, record_step
@@ -231,7 +230,9 @@ class _Planner:
             entries, _ = self._without_hooked(entries, [])
             if not entries:
                 self._complain(f"no plan could be inferred: {self._step_trace.why_not}")
-        entries, groups = self._with_tied(entries, groups)
+        is_whole_step = dataflow is not None and not self._step_trace.why_not
+        readers = dataflow.readers if dataflow is not None and is_whole_step else None
+        entries, groups = with_tied_of_groups(self._root, self._blocks, entries, groups, readers)
         entries = self._tried(entries, groups)
         entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
         sizes = self._trials.kept.sizes
@@ -250,7 +251,7 @@ class _Planner:
         if self._is_strict and not any(entry.is_split for entry in entries.values()):
             self._complain(next((note for note in self._notes if note.startswith("no pair ")), "nothing can be split"))
         entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
-        self._notes += reasons_for_whole(self._root, entries, self._trials.kept.parameters, dataflow)
+        self._notes += reasons_for_whole(self._root, entries, self._trials.kept.parameters, dataflow, self._mesh.size())
         return Plan(
             entries,
             sizes,
@@ -376,59 +377,6 @@ class _Planner:
         hooked = self._hooks.of_entry(name, entry)
         return entry.replicated(f"{hooked} has a hook") if hooked else entry
 
-    def _with_tied(
-        self, entries: Mapping[str, Entry], groups: list[LayerGroup]
-    ) -> tuple[dict[str, Entry], list[LayerGroup]]:
-        """Add entries for modules tied to split ones, and drop groups that are tied to a module that cannot be split.
-
-        Returns:
-            The entries of all modules that are in no remaining group, and the remaining groups.
-        """
-        dataflow = self._step_trace.dataflow
-        is_whole_step = dataflow is not None and not self._step_trace.why_not
-        readers = dataflow.readers if dataflow is not None and is_whole_step else None
-        of_groups = {name: entry for group in groups for name, entry in group.entries().items()}
-        tied = self._without_shared(with_tied(self._root, {**of_groups, **entries}, readers))
-        if readers is not None:
-            reading = {param: readers.get(name, ()) for name, param in self._root.named_parameters()}
-            holding: dict[nn.Parameter, list[str]] = defaultdict(list)
-            for name, module in self._root.named_modules():
-                for param in module.parameters(recurse=False):
-                    holding[param].append(name)
-            tied = {name: self._unless_read_elsewhere(name, entry, reading, holding) for name, entry in tied.items()}
-        kept = []
-        for group in groups:
-            whole = [name for name, entry in group.entries().items() if tied[name] != entry]
-            if not whole:
-                kept.append(group)
-            for name in group.names if whole else ():
-                if tied[name].is_split or not tied[name].why:
-                    tied[name] = tied[name].replicated(f"it can only be split with {whole[0]}, which is not split")
-        in_groups = {name for group in kept for name in group.names}
-        return {name: entry for name, entry in tied.items() if name not in in_groups}, kept
-
-    def _unless_read_elsewhere(
-        self,
-        name: str,
-        entry: Entry,
-        readers: Mapping[nn.Parameter, Collection[str]],
-        holders: Mapping[nn.Parameter, Collection[str]],
-    ) -> Entry:
-        """Replicate a module that was inferred to be split if the code of another module reads its parameters.
-
-        Args:
-            name: Full name of the module.
-            entry: The entry of the module in the plan that was inferred or given.
-            readers: Full names of the modules whose code reads a parameter, by parameter.
-            holders: Full names of the modules that hold a parameter, by parameter.
-        """
-        if entry.source != "inferred" or not entry.is_split:
-            return entry
-        params = list(self._root.get_submodule(name).parameters(recurse=False))
-        reading = {reader for param in params for reader in readers[param] if reader}
-        others = reading - {holder for param in params for holder in holders[param]}
-        return entry.replicated(f"the code of {min(others)} reads its weight") if others else entry
-
     def _units_to_try(self, groups: Sequence[LayerGroup], entries: Mapping[str, Entry]) -> dict[str, nn.Module]:
         """Return the modules to try: the blocks, and the innermost called modules around what is split outside of them.
 
@@ -460,44 +408,15 @@ class _Planner:
         why = "no module around it can be tried"
         return {name: entry.replicated(why) for name, entry in group.entries().items()}
 
-    def _without_shared(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Replicate modules that several blocks share, because each block is tried, and perhaps split, separately."""
-        names: dict[nn.Module, list[str]] = defaultdict(list)
-        for name, module in self._root.named_modules(remove_duplicate=False):
-            names[module].append(name)
-        result = dict(entries)
-        for name, entry in entries.items():
-            holders = {block for block in self._blocks for path in names[self._root.get_submodule(name)]
-                       if path.startswith(f"{block}.")}  # fmt: skip
-            if entry.is_split and len(holders) > 1:
-                if entry.source == "user":
-                    raise PlanError(
-                        f"plan: {name} is a part of {len(holders)} blocks, and cannot be split: use replicate."
-                    )
-                result[name] = entry.replicated(f"it is a part of {len(holders)} blocks")
-        return result
-
     def _split_sequence(
         self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
     ) -> tuple[SplitSequence | None, str]:
         dataflow = self._step_trace.dataflow
         if dataflow is None or not dataflow.calls:
             return None, f"no step could be run on fake tensors: {self._step_trace.why_not}"
-        num_ranks, sharing = self._mesh.size(), self._sharing_blocks()
+        num_ranks, sharing = self._mesh.size(), blocks_that_share(self._root, self._blocks)
         finder = SequenceFinder(self._blocks, dataflow, num_ranks, sharing, self._trials.difference, self._hooks.inside)
         return finder.find(entries, sizes)
-
-    def _sharing_blocks(self) -> set[str]:
-        """Return the names of blocks with a parameter that is also held outside of the block."""
-        names: dict[nn.Parameter, list[str]] = defaultdict(list)
-        for name, param in self._root.named_parameters(remove_duplicate=False):
-            names[param].append(name)
-        return {
-            block
-            for block in self._blocks
-            for its_names in names.values()
-            if 0 < sum(name.startswith(f"{block}.") for name in its_names) < len(its_names)
-        }
 
     def _note_shared_heads(self, name: str, entry: Entry) -> Entry:
         """Add to the entry of a key or value layer the remark that several ranks hold the same head."""

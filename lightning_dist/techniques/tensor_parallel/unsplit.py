@@ -10,14 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dist.model.layers import CONVOLUTIONS, linear_layer
+from lightning_dist.model.layers import CONVOLUTIONS, convolution, linear_layer
+from lightning_dist.techniques.tensor_parallel.attention_heads import why_whole
 from lightning_dist.techniques.tensor_parallel.plan import Entry, PlanError
 from lightning_dist.tracing.step_graph import Dataflow
 
 __all__ = ["ENOUGH", "check_share", "reasons_for_whole", "share_split"]
 
 ENOUGH = 0.8
-"""Fraction of the parameters below which a warning says that little is split."""
+"""Fraction of the parameters that is to be split: below it, more layers are split with a gathered output, or a warning
+says that little is split."""
 
 _SMALL = 0.01
 """A reason is left out if it concerns less than this fraction of the model's parameters."""
@@ -28,6 +30,7 @@ def reasons_for_whole(
     entries: Mapping[str, Entry],
     parameters: Mapping[str, int],
     dataflow: Dataflow | None,
+    num_ranks: int,
 ) -> Iterator[str]:
     """Yield a line for each reason why parameters are not split, with the reason that concerns the most first.
 
@@ -36,13 +39,14 @@ def reasons_for_whole(
         entries: The entries of the plan that was found, by full module name.
         parameters: The dimension of the split of each split parameter that belongs to no split layer, by full name.
         dataflow: The record of a step; None: no step could be run.
+        num_ranks: Number of ranks that layers are split over.
     """
     split = _split(root, entries, parameters)
     numbers: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for name, param in root.named_parameters():
         if param not in split:
             short = re.sub(r"\.\d+(?=\.)", ".*", name)
-            numbers[_reason(root, name, param, entries, dataflow)][short] += param.numel()
+            numbers[_reason(root, name, param, entries, dataflow, num_ranks)][short] += param.numel()
     total = sum(param.numel() for param in root.parameters())
     for reason, names in sorted(numbers.items(), key=lambda item: -sum(item[1].values())):
         part = sum(names.values()) / total
@@ -104,7 +108,12 @@ def _split(root: nn.Module, entries: Mapping[str, Entry], parameters: Mapping[st
 
 
 def _reason(
-    root: nn.Module, name: str, param: nn.Parameter, entries: Mapping[str, Entry], dataflow: Dataflow | None
+    root: nn.Module,
+    name: str,
+    param: nn.Parameter,
+    entries: Mapping[str, Entry],
+    dataflow: Dataflow | None,
+    num_ranks: int,
 ) -> str:
     owner = name.rpartition(".")[0]
     module = root.get_submodule(owner)
@@ -121,6 +130,11 @@ def _reason(
         return "an embedding is split only if a head has as many outputs as the embedding has rows"
     if isinstance(module, CONVOLUTIONS) and module.groups > 1:
         return "convolutions with groups are not split"
-    if linear_layer(module) is not None or isinstance(module, CONVOLUTIONS):
+    if isinstance(module, nn.MultiheadAttention) and (why_not := why_whole(module, num_ranks)):
+        return f"it {why_not}"
+    layer = linear_layer(module) or convolution(module)
+    if layer is not None and layer.out_features % num_ranks:
+        return f"their {layer.out_features} outputs do not divide by tp_size={num_ranks}"
+    if layer is not None:
         return "they are in no pair of layers whose output is added to the hidden states"
     return "only linear layers, convolutions and embeddings are split"
