@@ -71,7 +71,7 @@ class TwoMasks(Use):
         length = x.size(1)
         mask = self.mask[:, :length, :length].masked_fill(hidden_keys(length).to(x.device), float("-inf")).to(x.dtype)
         padding = torch.zeros(x.size(0), length, dtype=torch.bool, device=x.device)
-        padding[::2, 1] = True
+        padding[:, 1] = x[:, 0, 0] > 0
         masks = mask.repeat(x.size(0), 1, 1)
         return self.attention(x, x + 1, x - 1, padding, False, masks)[0]
 

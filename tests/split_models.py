@@ -246,11 +246,11 @@ class MultiheadAttentions(GPT):
 
 
 class Convolutions(Images):
-    """Use convolutions, norms with buffers, and linear layers, none of which is in a pair with a residual sum."""
+    """Use convolutions, norms and linear layers, none of which is in a pair with a residual sum."""
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
             nn.Conv2d(16, 24, 3, stride=2, padding=1, padding_mode="circular"), nn.GroupNorm(2, 24), nn.GELU(),
             nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.ConvTranspose2d(24, 16, 2, stride=2), nn.ReLU(),
             nn.Flatten(2), nn.Conv1d(16, 8, 4, stride=4), nn.Flatten(), nn.Linear(128, 48), nn.Tanh(), nn.Linear(48, 4),

@@ -33,7 +33,8 @@ def startup_table(strategy: Host, module: ParallelModule) -> str:
     ]
     numel = sum(param.numel() for param in module.module.parameters())
     layout, policy = strategy.layout, strategy.precision_policy
-    stored = next((param.dtype for param in module.module.parameters()), torch.get_default_dtype())
+    dtypes = (param.dtype for param in module.module.parameters() if param.is_floating_point())
+    stored = next(dtypes, torch.get_default_dtype())
     computed = policy.param_dtype or stored
     plugin = strategy.precision_plugin
     options = plugin.table_text() if isinstance(plugin, MeshPrecision) else ""
