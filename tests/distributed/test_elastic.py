@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import one_in
+
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, ()), pytest.param(2, (), marks=pytest.mark.thorough), (1, ("--fixed-batch", "--nodes=2"))],
+    one_in(3, [(1, ()), (2, ()), (1, ("--fixed-batch", "--nodes=2"))]),
 )
 def test_replicas_are_killed_and_come_back(tmp_path: Path, ranks: int, options: tuple[str, ...]) -> None:
     # The bound of the stall is that of a quiet machine.

@@ -494,7 +494,7 @@ def split_over_tp() -> tuple[dict[str, float], int, str]:
     """
     model = PlainMixture()
     callback = Figures()
-    plan = {"embedding": "replicate", "head": "replicate"}  # Nothing else sends anything.
+    plan = {"embedding": "replicate", "head": "replicate", "router": "replicate"}  # Nothing else sends anything.
     strategy = NDParallelStrategy(tp_size=4, plan=plan)
     trainer = make_trainer("auto", strategy=strategy, max_steps=1, callbacks=[callback])
     trainer.fit(model)

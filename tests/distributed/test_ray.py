@@ -26,12 +26,9 @@ def expected(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.gloo
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "scenarios",
-    [["killed_rank"], pytest.param(["train_function"], marks=pytest.mark.thorough)],
-    ids="-".join,
-)
+@pytest.mark.parametrize("scenarios", [["killed_rank"], ["train_function"]], ids="-".join)
 def test_scenarios(expected: Path, scenarios: list[str]) -> None:
     command = [sys.executable, "-m", "tests.launchers.ray", str(expected), *scenarios]
     found = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)

@@ -171,6 +171,7 @@ def test_other_settings_are_refused(run: Replicas) -> None:
         running[1].result(30)
 
 
+@pytest.mark.thorough
 def test_a_coordinator_that_starts_again_counts_groups_from_the_first(
     run: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,16 +51,16 @@ def layers_to_gather(
     if sequence is not None:
         blocks = [block for chain in sequence.chains for block in chain]
         found = {name: size for name, size in found.items() if not any(is_inside(name, block) for block in blocks)}
-    smallest = total + 1
+    chosen: set[int] = set()
     for size, number in sorted(Counter(found.values()).items(), reverse=True):
         if share < ENOUGH and size * number >= _SMALL * total:
             share += size * number / total
-            smallest = size
+            chosen.add(size)
     whys = {name: f"in no pair: {entries[name].why}" for name in found if name in entries and entries[name].why}
     return {
         name: Entry("colwise_gather_output", "inferred", whys.get(name, ""))
         for name, size in found.items()
-        if size >= smallest
+        if size in chosen
     }
 
 
