@@ -104,16 +104,14 @@ def attend(
     Args:
         module: The module, which holds this rank's part of its parameters.
         group: Process group of the ranks over which heads are split.
-        random: Object that lets ranks draw different numbers for dropout; None: the model draws no random numbers.
-        query: Queries of the shape (queries, samples, features), or (samples, queries, features) if the module has
-            ``batch_first``, or (queries, features). All arguments are the same on all ranks, and as those of the
-            module's own forward.
-        key: Keys, in the same layout.
-        value: Values, in the same layout.
-        key_padding_mask: Mask of the shape (samples, keys) or (keys,), which hides keys where it is True.
+        random: Object that lets ranks draw different random numbers for dropout; None: the model draws none.
+        query: Queries, whose shape and those of the other arguments are as for the module's own forward. All arguments
+            are the same on all ranks.
+        key: Keys.
+        value: Values.
+        key_padding_mask: Mask of the keys of each sample, which hides keys where it is True.
         need_weights: Whether to return the weights of attention.
-        attn_mask: Mask of the shape (queries, keys) or (samples times all heads, queries, keys), which hides keys where
-            it is True, or is added to the scores.
+        attn_mask: Mask of queries and keys, which hides keys where it is True, or is added to the scores.
         average_attn_weights: Whether the weights are averaged over all heads.
         is_causal: Whether ``attn_mask`` is known to hide all later tokens, and nothing else.
 
@@ -146,9 +144,7 @@ def attend(
     dropout = module.dropout if module.training else 0.0
     with _other_numbers(random if dropout else None):
         if need_weights:
-            scores = (q * math.sqrt(1.0 / q.size(-1))) @ k.transpose(-2, -1)
-            weights = functional.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
-            output = weights @ v
+            output, weights = _with_weights(q, k, v, mask, dropout)
         else:
             output = functional.scaled_dot_product_attention(q, k, v, mask, dropout, only_causal)
     output = functional.linear(output.transpose(1, 2).flatten(2), module.out_proj.weight)
@@ -158,11 +154,22 @@ def attend(
     output = output.transpose(0, 1) if swaps else output if is_batched else output.squeeze(0)
     if not need_weights:
         return output, None
-    if average_attn_weights:
-        weights = autograd_collectives.sum_from(weights.sum(1), group) / module.num_heads
-    else:
-        weights = autograd_collectives.gather(weights, group, 1)
+    weights = _of_all_heads(weights, group, module.num_heads if average_attn_weights else None)
     return output, weights if is_batched else weights.squeeze(0)
+
+
+def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+    """Return the output and the weights of attention, both of this rank's heads."""
+    scores = (q * math.sqrt(1.0 / q.size(-1))) @ k.transpose(-2, -1)
+    weights = functional.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+    return weights @ v, weights
+
+
+def _of_all_heads(weights: Tensor, group: dist.ProcessGroup, num_averaged: int | None) -> Tensor:
+    """Return the weights of attention of all ranks' heads, averaged over ``num_averaged`` heads unless it is None."""
+    if num_averaged is None:
+        return autograd_collectives.gather(weights, group, 1)
+    return autograd_collectives.sum_from(weights.sum(1), group) / num_averaged
 
 
 @contextmanager

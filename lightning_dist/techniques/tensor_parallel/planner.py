@@ -86,12 +86,7 @@ def find_plan(
     """
     explicit = resolve_plan(root, user_plan)
     blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
-    trace = StepTrace(None, first.why_not)
-    if first.run is not None:
-        device = torch.device(mesh.device_type)
-        trace = StepTrace(
-            *record_step(lambda: Dataflow(frozenset(blocks), root, works_on_parts), root, first.run, device)
-        )
+    trace = _trace_of(root, blocks, first, torch.device(mesh.device_type))
     plan = make_plan(
         root,
         blocks,
@@ -123,6 +118,12 @@ class StepTrace:
 
     dataflow: Dataflow | None
     why_not: str = ""
+
+
+def _trace_of(root: nn.Module, blocks: Mapping[str, nn.Module], first: FirstStep, device: torch.device) -> StepTrace:
+    if first.run is None:
+        return StepTrace(None, first.why_not)
+    return StepTrace(*record_step(lambda: Dataflow(frozenset(blocks), root, works_on_parts), root, first.run, device))
 
 
 def make_plan(
