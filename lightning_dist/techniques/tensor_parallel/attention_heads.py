@@ -126,36 +126,37 @@ def attend(
     is_batched = query.dim() == 3
     swaps = is_batched and not module.batch_first
     heads = module.num_heads // group.size()
-
-    def laid_out(tensor: Tensor) -> Tensor:
-        """Return a tensor of the shape (samples, tokens, features)."""
-        return tensor.transpose(0, 1) if swaps else tensor if is_batched else tensor.unsqueeze(0)
-
     given = {id(tensor): tensor for tensor in (query, key, value)}
-    whole = {known: laid_out(autograd_collectives.copy_to(tensor, group)) for known, tensor in given.items()}
-    attn_mask, key_padding_mask = (
-        autograd_collectives.copy_to(mask, group) if mask is not None and mask.requires_grad else mask
-        for mask in (attn_mask, key_padding_mask)
-    )
+    copied = {known: autograd_collectives.copy_to(tensor, group) for known, tensor in given.items()}
+    whole = {known: _samples_first(tensor, is_batched, swaps) for known, tensor in copied.items()}
     projected = _projected(module, [whole[id(tensor)] for tensor in (query, key, value)])
     q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in projected)  # type: ignore[no-untyped-call]
     only_causal = is_causal and key_padding_mask is None and not need_weights
-    mask = None if only_causal else _joined_mask(attn_mask, key_padding_mask, q, group.rank())
+    mask = None if only_causal else _joined_mask(attn_mask, key_padding_mask, q, group)
     dropout = module.dropout if module.training else 0.0
     with _other_numbers(random if dropout else None):
         if need_weights:
             output, weights = _with_weights(q, k, v, mask, dropout)
         else:
             output = functional.scaled_dot_product_attention(q, k, v, mask, dropout, only_causal)
-    output = functional.linear(output.transpose(1, 2).flatten(2), module.out_proj.weight)
-    output = autograd_collectives.sum_from(output, group)
-    if module.out_proj.bias is not None:
-        output = output + module.out_proj.bias
+    output = _summed_output(module, output, group)
     output = output.transpose(0, 1) if swaps else output if is_batched else output.squeeze(0)
     if not need_weights:
         return output, None
     weights = _of_all_heads(weights, group, module.num_heads if average_attn_weights else None)
     return output, weights if is_batched else weights.squeeze(0)
+
+
+def _samples_first(tensor: Tensor, is_batched: bool, swaps: bool) -> Tensor:
+    """Return a tensor of the shape (samples, tokens, features)."""
+    return tensor.transpose(0, 1) if swaps else tensor if is_batched else tensor.unsqueeze(0)
+
+
+def _summed_output(module: nn.MultiheadAttention, output: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the output of all ranks' heads, of the shape (samples, tokens, features), given that of this rank's."""
+    output = functional.linear(output.transpose(1, 2).flatten(2), module.out_proj.weight)
+    output = autograd_collectives.sum_from(output, group)
+    return output if module.out_proj.bias is None else output + module.out_proj.bias
 
 
 def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
@@ -196,22 +197,28 @@ def _projected(module: nn.MultiheadAttention, inputs: list[Tensor]) -> list[Tens
     return [functional.linear(*arguments) for arguments in zip(inputs, weights, biases, strict=True)]
 
 
-def _joined_mask(mask: Tensor | None, padding: Tensor | None, queries: Tensor, rank: int) -> Tensor | None:
+def _joined_mask(
+    mask: Tensor | None, padding: Tensor | None, queries: Tensor, group: dist.ProcessGroup
+) -> Tensor | None:
     """Return the sum of both masks, as numbers that are added to the scores of this rank's heads; None: there is none.
 
     Args:
         mask: Mask of the shape (queries, keys), or (samples times all heads, queries, keys); True hides a key.
         padding: Mask of the shape (samples, keys), or (keys,) of a single sample.
         queries: The queries of this rank's heads, of the shape (samples, heads, queries, features).
-        rank: Number of this rank.
+        group: Process group of the ranks over which heads are split, which sum the gradients of the masks.
     """
+    mask, padding = (
+        autograd_collectives.copy_to(given, group) if given is not None and given.requires_grad else given
+        for given in (mask, padding)
+    )
     samples, heads = queries.shape[:2]
     found = None
     if mask is not None:
         found = _as_numbers(mask, queries.dtype)
         if found.dim() == 3:
             of_samples: Tensor = found.unflatten(0, (samples, -1))  # type: ignore[no-untyped-call]
-            found = of_samples.narrow(1, rank * heads, heads)
+            found = of_samples.narrow(1, group.rank() * heads, heads)
     if padding is not None:
         of_keys = _as_numbers(padding, queries.dtype).view(samples, 1, 1, -1)
         found = of_keys if found is None else found + of_keys
