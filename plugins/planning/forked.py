@@ -7,6 +7,7 @@ that is forked from a server has neither trouble: it has imported what it needs,
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import operator
 import os
@@ -209,6 +210,7 @@ def _started(context: Any, function: Callable[[], Any]) -> tuple[Connection, Bas
 
 def _call(function: Callable[[], Any], sender: Connection) -> None:
     torch.set_num_threads(1)  # The threads of OpenMP do not survive a fork, and would be waited for.
+    gc.freeze()  # Collections leave out what the parent has: to look at that takes longer than many functions.
     outcome: tuple[Any, BaseException | None]
     try:
         outcome = function(), None

@@ -29,6 +29,10 @@ def _gpt() -> LightningModule:
     return GPTModule(dim=256, num_layers=6, num_heads=8, max_len=128, lr=3e-3, warmup_steps=30)
 
 
+def _gpt_of_6_heads() -> LightningModule:
+    return GPTModule(dim=192, num_layers=4, num_heads=6, max_len=128, lr=3e-3, warmup_steps=30)
+
+
 def _llama() -> LightningModule:
     return CausalLM({"model_type": "llama", "intermediate_size": 688, "num_hidden_layers": 6, **_HF})
 
@@ -63,6 +67,7 @@ def _images() -> TensorDataset:
 
 MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[], Dataset[Any]], int]] = {
     "GPT": (_gpt, _Tokens, 8),
+    "GPT with 6 heads": (_gpt_of_6_heads, _Tokens, 8),
     "Llama": (_llama, _Tokens, 8),
     "Mixtral": (_experts, _Tokens, 8),
     "CNN": (_cnn, _images, 64),
@@ -108,6 +113,8 @@ CASES = [
     Case("GPT", 4, {"dp_shard_size": 2, "dp_replicate_size": 2}),
     Case("GPT", 4, {"dp_shard_size": 2, "tp_size": 2}),
     Case("GPT", 4, {"dp_shard_size": 2, "pp_size": 2, "num_microbatches": 4}),
+    # The heads do not divide, so that only feed-forward layers and the vocabulary are split.
+    Case("GPT with 6 heads", 4, {"tp_size": 4}),
     Case("GPT", 2, {"dp_shard_size": 2, "activation_checkpointing": "full"}),
     Case("GPT", 2, {"dp_shard_size": 2}, {"accumulate_grad_batches": 2}),
     Case("Llama", 2, {"dp_shard_size": 2}),

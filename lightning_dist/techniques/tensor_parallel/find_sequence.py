@@ -37,6 +37,7 @@ class SequenceFinder:
         difference: Function that tries a block; see :data:`Difference`.
         hooked_inside: Function that returns the name of a module with a user's hook inside of a block; empty: there is
             none.
+        attention: Names of layers that are given the output of an attention.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class SequenceFinder:
         sharing: Collection[str],
         difference: Difference,
         hooked_inside: Callable[[str], str],
+        attention: Collection[str] = (),
     ) -> None:
+        self._attention = attention
         self._hooked_inside = hooked_inside
         self._blocks = blocks
         self._dataflow = dataflow
@@ -144,6 +147,12 @@ class SequenceFinder:
                     regions[around] = keys
                     continue
             layers |= {col for col in cols if _arguments_like(self._calls[col], hidden)}
+        for row in self._attention:  # A trial finds this as well, but not where tensors have no values.
+            is_whole = (
+                is_inside(row, name) and row not in rows and not any(is_inside(row, region) for region in regions)
+            )
+            if is_whole:
+                return None, f"{kind}: {row} is given the output of an attention that is not split"
         sequence = SplitSequence(((name,),), {name: stream}, regions, tuple(sorted(layers)))
         in_trial = SplitSequence(
             ((BLOCK,),),

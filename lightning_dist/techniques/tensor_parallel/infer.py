@@ -51,6 +51,11 @@ class LayerGroup:
         """Return the full names of the group's modules."""
         return (*self.cols, *self.between, self.row)
 
+    @property
+    def mixes_tokens(self) -> bool:
+        """Return whether the group seems to be an attention: queries, keys and values, or tensors with heads."""
+        return bool(self.heads) or max(len(self.cols), self.num_packed) >= 3
+
     def entries(self, num_packed: int | None = None) -> dict[str, Entry]:
         """Return the plan's entries for the group's modules, by full name.
 

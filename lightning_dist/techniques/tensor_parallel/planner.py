@@ -202,6 +202,8 @@ class _Planner:
         self._mesh = mesh
         self._is_strict = is_strict
         self._notes: list[str] = []
+        self._rows_of_attention: list[str] = []
+        """Names of layers that are given the output of an attention."""
         self._hooks = SeenByHooks(root, step_trace.dataflow)
         self._trials = UnitTrials(
             root, step_trace.dataflow, step_trace.why_not, mesh, num_shards, is_strict, self._note_once
@@ -219,6 +221,7 @@ class _Planner:
         if dataflow is not None:
             found = inferred(self._root, dataflow, self._mesh.size())
             groups = [group for group in found.groups if entries.keys().isdisjoint(group.names)]
+            self._rows_of_attention = [group.row for group in found.groups if group.mixes_tokens]
             entries, groups = self._without_leaked(entries, groups, dataflow.leaked_layers)
             entries, groups = self._without_hooked(entries, groups)
             vocabulary = {name: self._unless_hooked(name, entry) for name, entry in found.vocabulary.items()}
@@ -416,7 +419,15 @@ class _Planner:
         if dataflow is None or not dataflow.calls:
             return None, f"no step could be run on fake tensors: {self._step_trace.why_not}"
         num_ranks, sharing = self._mesh.size(), blocks_that_share(self._root, self._blocks)
-        finder = SequenceFinder(self._blocks, dataflow, num_ranks, sharing, self._trials.difference, self._hooks.inside)
+        finder = SequenceFinder(
+            self._blocks,
+            dataflow,
+            num_ranks,
+            sharing,
+            self._trials.difference,
+            self._hooks.inside,
+            self._rows_of_attention,
+        )
         return finder.find(entries, sizes)
 
     def _note_shared_heads(self, name: str, entry: Entry) -> Entry:
