@@ -62,7 +62,7 @@ def plan(
     best = planned[0]
     if best.peak is None:
         return planned
-    found = dry_runs.planned(variants(best.layout, best.fits(memory), given), where)
+    found = dry_runs.planned(variants(best, best.fits(memory), given), where)
     return _checked_first(order([*planned, *(one for one in found if one.peak is not None)]), memory)
 
 

@@ -36,6 +36,8 @@ class Planned:
         model_flops: Floating-point operations of a rank in a step, the mean of the stages of a pipeline.
         peak_flops_per_s: Greatest rate of the device in the dtype of most products; 0: it is not known.
         is_estimated: Whether the numbers were derived from those of other layouts, and not from a dry run of this one.
+        num_microbatches: Number of parts of a rank's batch that go through a pipeline; 1 without one, or if the numbers
+            were derived.
     """
 
     layout: Layout
@@ -47,6 +49,7 @@ class Planned:
     model_flops: float = 0.0
     peak_flops_per_s: float = 0.0
     is_estimated: bool = False
+    num_microbatches: int = 1
 
     @classmethod
     def of(cls, layout: Layout, runs: Sequence[DryRun], where: Where | None) -> Planned:
@@ -61,7 +64,16 @@ class Planned:
         time = None if where is None else predict_step_time(layout, runs, where)
         peak = 0.0 if where is None else peak_flops_per_s(worst, where)
         model_flops = sum(run.work.model_flops for run in runs) / len(runs)
-        return cls(layout, worst.resident, worst.peak, "", time, runs[0].batch, model_flops, peak)
+        return cls(
+            layout,
+            worst.resident,
+            worst.peak,
+            time=time,
+            batch=runs[0].batch,
+            model_flops=model_flops,
+            peak_flops_per_s=peak,
+            num_microbatches=worst.num_microbatches,
+        )
 
     @property
     def _per_second(self) -> float:
