@@ -45,12 +45,12 @@ class RunSize:
     """Hold the sizes on which a rank's memory depends.
 
     Args:
-        parameters: Bytes of the parameters that this rank's replica has, as they are stored: all shards together.
+        parameters: Bytes of the parameters that this rank has, as they are stored, times ``num_shards``.
         trainable: Bytes of those with gradients.
         elements: Number of elements of those with gradients.
         state_bytes: Bytes that the optimizers keep for each element.
         buffers: Bytes of the buffers.
-        num_shards: Number of ranks that share the parameters.
+        num_shards: Number of ranks that share most parameters. Fewer share experts on ranks of their own.
         outer: Bytes of the gathered outer units.
         block: Bytes of the largest gathered block.
         blocks: Bytes of all gathered blocks together.
@@ -188,7 +188,9 @@ def run_size(module: nn.Module, groups: Sequence[ParameterGroup], optimizers: Se
         groups: The parameter groups of its units.
         optimizers: The optimizers, whose states need not exist.
     """
-    params = [(group, param) for group in groups for param in group.params if not is_remote(param)]
+    params = [param for group in groups for param in group.params if not is_remote(param)]
+    trained = [param for param in params if param.requires_grad]
+    num_shards = max((_num_shards(group) for group in groups), default=1)
     blocks = [group for group in groups if group.unit.kind in ("block", "large")]
     in_state = {
         id(group): state_bytes_per_element(optimizer, group, param.dtype)
@@ -197,12 +199,12 @@ def run_size(module: nn.Module, groups: Sequence[ParameterGroup], optimizers: Se
         for param in [param for param in group["params"] if param.is_floating_point() or param.is_complex()][:1]
     }
     return RunSize(
-        parameters=sum(_whole_bytes(group, param) for group, param in params),
-        trainable=sum(_whole_bytes(group, param) for group, param in params if param.requires_grad),
-        elements=sum(_whole_bytes(group, p) // p.element_size() for group, p in params if p.requires_grad),
+        parameters=num_shards * sum(local_of(param).nbytes for param in params),
+        trainable=num_shards * sum(local_of(param).nbytes for param in trained),
+        elements=num_shards * sum(local_of(param).numel() for param in trained),
         state_bytes=max(in_state.values(), default=0.0),
         buffers=sum(local_of(buffer).nbytes for buffer in module.buffers() if not is_remote(buffer)),
-        num_shards=max((_num_shards(group) for group in groups), default=1),
+        num_shards=num_shards,
         outer=sum(group.gathered_bytes for group in groups if group not in blocks),
         block=max((group.gathered_bytes for group in blocks), default=0),
         blocks=sum(group.gathered_bytes for group in blocks),
@@ -251,7 +253,3 @@ def state_bytes_per_element(optimizer: Optimizer, group: dict[str, Any], dtype: 
 
 def _num_shards(group: ParameterGroup) -> int:
     return group.mesh.size(group.mesh.ndim - 1) if group.is_sharded else 1
-
-
-def _whole_bytes(group: ParameterGroup, param: nn.Parameter) -> int:
-    return local_of(param).nbytes * _num_shards(group)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist.plugins.strategies.memory_report import MemoryReport
+from tests.accelerator_rules.rows import GroupedMixture
 from tests.distributed.fit import make_strategy, make_trainer
 from tests.pool import RankFailed, WorkerPool
 
@@ -68,7 +69,9 @@ class Texts(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def fit(layout: str, folder: Path, **strategy_kwargs: Any) -> tuple[str, dict[str, float]]:
+def fit(
+    layout: str, folder: Path, make: Callable[[], pl.LightningModule] = Deep, **strategy_kwargs: Any
+) -> tuple[str, dict[str, float]]:
     """Return the table and the logged metrics."""
     logger = pl.loggers.CSVLogger(folder)
     trainer = make_trainer("auto", strategy=make_strategy(layout, **strategy_kwargs), max_steps=2, logger=logger)
@@ -79,7 +82,7 @@ def fit(layout: str, folder: Path, **strategy_kwargs: Any) -> tuple[str, dict[st
     level = lightning.level
     lightning.setLevel(logging.INFO)
     try:
-        trainer.fit(Deep())
+        trainer.fit(make())
     finally:
         lightning.removeHandler(texts)
         lightning.setLevel(level)
@@ -97,6 +100,14 @@ def test_predicted_and_measured_memory_are_reported(
         assert logged[f"memory/{kind}_mib"] == pytest.approx(expected, rel=0.01)
         assert logged[f"memory/{kind}_predicted_mib"] == pytest.approx(expected, rel=0.01)
     assert logged["memory/peak_predicted_mib"] < 3 * logged["memory/peak_of_model_mib"]
+
+
+def test_experts_on_ranks_of_their_own_are_counted_whole(pool: WorkerPool, tmp_path: Path) -> None:
+
+    _, logged = pool.run(fit, 2, "full_shard", tmp_path, GroupedMixture, ep_size=2)[0]
+    for kind in ("parameters", "gradients", "optimizer"):
+        predicted, measured = logged[f"memory/{kind}_predicted_mib"], logged[f"memory/{kind}_mib"]
+        assert predicted == pytest.approx(measured, rel=0.02), kind
 
 
 def test_states_in_files_are_not_counted(pool: WorkerPool, tmp_path: Path) -> None:
