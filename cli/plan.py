@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_dist.cli.trainer import TrainerCommand, run_command
 from lightning_dist.plugins.planning import Layout, Planned, find_where, layouts_of, plan
 from lightning_dist.plugins.planning.choices import names_of_set
+from lightning_dist.plugins.planning.figures import memory_of_sheet
 from lightning_dist.plugins.planning.memory_of import parse_memory
 from lightning_dist.plugins.planning.picture import draw_plan, frontier
 from lightning_dist.plugins.strategies import NDParallelStrategy
@@ -32,6 +33,8 @@ __all__ = ["PlanCommand", "run"]
 
 _STRATEGY = "lightning_dist.plugins.strategies.NDParallelStrategy"
 _NOTHING_FITS = 1
+_OF_GROUPS = {"process_group_backend"}
+"""Arguments that say how ranks are connected, which the plan knows from its devices."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -70,7 +73,7 @@ class _Options(Trainer):
             datamodule: The datamodule of the configuration.
             nodes: Number of nodes; by default, trainer.num_nodes.
             devices: Number of devices of a node; by default, trainer.devices.
-            memory: Memory of a device, such as 80GiB; by default, that of this machine's first GPU, or no limit.
+            memory: Memory of a device, such as 80GiB; by default, that of the device, and no limit on CPUs.
             device: Device that the plan is for, such as h100, if it is not that of this machine.
             profile: File with measured figures of the machines, from lightning-dist doctor --write.
             write: File to which the first layout that fits is written, as a configuration for a further -c.
@@ -137,7 +140,8 @@ class PlanCommand(TrainerCommand):
             model: None, since the module is made in the processes of dry runs.
             nodes: Number of nodes; None: as configured.
             devices: Number of devices of a node; None: as configured.
-            memory: Memory of a device, such as ``"80GiB"``; None: that of this machine's GPU, or no limit.
+            memory: Memory of a device, such as ``"80GiB"``; None: that of the data sheet, of the profile, or of this
+                machine's GPU; no limit on CPUs.
             device: Name of a device that need not be here; None: that of this machine.
             profile: File of doctor with figures of the machines; None: links are assumed.
             write: File for the first layout that fits; None: none is written.
@@ -151,14 +155,16 @@ class PlanCommand(TrainerCommand):
         trainer = self.config.plan.trainer
         num_nodes = _positive("nodes", nodes if nodes is not None else trainer.num_nodes, "--nodes=1")
         num_devices = _positive("devices", devices if devices is not None else trainer.devices, "--devices=8")
-        limit = parse_memory(memory, "--memory") if memory is not None else _memory_of_gpu()
+        figures = None if profile is None else MachineProfile.read(profile)
+        backend = "nccl" if device is not None or _is_for_gpus(trainer.accelerator, figures) else "gloo"
+        limit = parse_memory(memory, "--memory") if memory is not None else _memory_of_device(backend, device, figures)
         given = names_of_set(self._given_arguments())
         as_json: bool = self.config.plan.json
-        backend = "nccl" if device is not None or _is_for_gpus(trainer.accelerator) else "gloo"
+        self._warn_of_left_out()
         layouts = layouts_of(num_nodes, num_devices)
-        figures = None if profile is None else MachineProfile.read(profile)
         where = find_where(num_devices, backend, device, figures)
-        planned = plan(self._make, layouts, limit, backend, where, given, on_progress=_show_progress)
+        show = _show_progress
+        planned = plan(self._make, layouts, limit, backend, where, given, num_devices=num_devices, on_progress=show)
         fitting = [one for one in planned if one.fits(limit)]
         if as_json:
             print(json.dumps([_as_dict(one, limit) for one in planned], indent=2))
@@ -183,15 +189,22 @@ class PlanCommand(TrainerCommand):
 
     def _given_arguments(self) -> dict[str, Any]:
         """Return the arguments of the configured strategy that a layout leaves as they are."""
+        accepted = set(inspect.signature(NDParallelStrategy).parameters) - set(Layout().arguments)
+        return {name: value for name, value in self._configured().items() if name in accepted - _OF_GROUPS}
+
+    def _configured(self) -> dict[str, Any]:
+        """Return the arguments that the configured strategy has."""
         strategy = self.config.plan.trainer.strategy
         if not isinstance(strategy, Namespace) or strategy.get("init_args") is None:
             return {}
-        accepted = set(inspect.signature(NDParallelStrategy).parameters) - set(Layout().arguments)
-        return {
-            name: value
-            for name, value in strategy.init_args.items(branches=True)
-            if name in accepted - {"process_group_backend"} and value is not None
-        }
+        return {name: value for name, value in strategy.init_args.items(branches=True) if value is not None}
+
+    def _warn_of_left_out(self) -> None:
+        """Say which arguments of the configured strategy the plan leaves out, because its own has none such."""
+        left_out = set(self._configured()) - set(inspect.signature(NDParallelStrategy).parameters) - _OF_GROUPS
+        for name in sorted(left_out - {"memory", "objective", "profile", "dry_run"}):
+            argument = f"{name}={self._configured()[name]}"
+            print(f"{argument} is left out: the plan is for nd_parallel, which has no such argument.", file=sys.stderr)
 
     def _overlay(self, layout: Layout, num_nodes: int, num_devices: int) -> str:
         strategy = {"class_path": _STRATEGY, "init_args": layout.arguments}
@@ -207,12 +220,20 @@ def _positive(name: str, value: Any, example: str) -> int:
     return int(number)
 
 
-def _memory_of_gpu() -> int | None:
+def _memory_of_device(backend: str, device: str | None, profile: MachineProfile | None) -> int | None:
+    """Return the bytes of memory of a device that the plan is for; None: it has no limit, as on CPUs."""
+    if backend == "gloo":
+        return None
+    if device is not None:
+        return memory_of_sheet(device)
+    if profile is not None and profile.backend == backend:
+        return min(one.memory_bytes for one in profile.devices)
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
 
 
-def _is_for_gpus(accelerator: Any) -> bool:
-    return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+def _is_for_gpus(accelerator: Any, profile: MachineProfile | None) -> bool:
+    is_here = torch.cuda.is_available() or (profile is not None and profile.backend == "nccl")
+    return accelerator in ("gpu", "cuda") or (accelerator == "auto" and is_here)
 
 
 def _show_progress(done: int, all_: int) -> None:
@@ -286,7 +307,7 @@ _BAR_WIDTH = 40
 
 def _print_frontier(console: Console, best: Sequence[Planned]) -> None:
     """Print a bar for each layout than which none is faster with as little memory."""
-    if not best:
+    if not best or not best[-1].samples_per_s:
         return
     console.print("Fastest with as much memory, in samples per second:")
     most = best[-1].samples_per_s

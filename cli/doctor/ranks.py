@@ -21,6 +21,7 @@ from lightning_dist.cli.doctor.reachability import further_checks
 from lightning_dist.cli.errors import TRAINING_FAILED, print_error, report, reported_by_another
 from lightning_dist.mesh.consensus import is_consequence
 from lightning_dist.run.doctor.checks import CHECKS
+from lightning_dist.run.doctor.devices import num_cores
 from lightning_dist.run.doctor.environment import missing_interface, own_environment
 from lightning_dist.run.doctor.examination import Examination, examine
 from lightning_dist.run.doctor.finding import Finding
@@ -145,8 +146,7 @@ def _run_rank(rank: int, num_ranks: int, port: int, request: Request, output: Pa
     places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(place) for name, place in places.items()}, MASTER_ADDR=_HOST, MASTER_PORT=str(port))
     if "OMP_NUM_THREADS" not in os.environ:  # A training shares the cores in the same way.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // num_ranks))
+        torch.set_num_threads(max(1, num_cores() // num_ranks))
     result = examine_as_rank(request, dist.TCPStore(_HOST, port, is_master=False))
     if result is None:
         sys.exit(TRAINING_FAILED)

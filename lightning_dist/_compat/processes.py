@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -74,8 +75,17 @@ def simulated_processes(num_ranks: int, rank: int, backend: str) -> Iterator[Non
     dist.destroy_process_group()
     dist.init_process_group(_SIMULATED, rank=rank, world_size=num_ranks, store=dist.HashStore())
     _simulated.append(backend)
+    new_group = dist.new_group
+
+    def simulated_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **kwargs: Any
+    ) -> Any:
+        """Make a group that stands for one of any backend: a real one would wait for the other processes."""
+        return new_group(ranks, timeout, _SIMULATED, **kwargs)
+
     try:
-        yield
+        with mock.patch.object(dist, "new_group", simulated_group):
+            yield
     finally:
         _simulated.clear()
         dist.destroy_process_group()

@@ -26,6 +26,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zer
 from lightning_dist._compat import process_groups
 from lightning_dist.mesh.rendezvous import fresh_store
 from lightning_dist.parallel_module import full_parameters
+from lightning_dist.run.doctor.devices import num_cores
 
 __all__ = [
     "ForkLauncher",
@@ -118,8 +119,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def limit_threads(self) -> None:
         """Share the cores of the node among its processes, unless the user has set a number of threads."""
         if "OMP_NUM_THREADS" not in os.environ:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            num_threads = max(1, cores // self.num_processes)
+            num_threads = max(1, num_cores() // self.num_processes)
             torch.set_num_threads(num_threads)
             os.environ["OMP_NUM_THREADS"] = str(num_threads)
 

@@ -92,7 +92,7 @@ class AutoParallelStrategy(NDParallelStrategy):
             "tp": tp_size,
             "cp": cp_size,
         }
-        self._given_sizes = {axis: size for axis, size in sizes.items() if size is not None}
+        self._given_sizes = {axis: size for axis, size in sizes.items() if size not in (None, -1)}
         self._options = kwargs
         self._found: tuple[Exception | str, Planned | None] | None = None
         """On rank 0, what is printed and what is used, or the error and None."""
@@ -174,7 +174,8 @@ class AutoParallelStrategy(NDParallelStrategy):
         set_by_user = names_of_set(self._options)
         self._memory = memory
         by_memory = self._objective == "memory"
-        return plan(Trained.of(self, self._options), layouts, memory, backend, where, set_by_user, by_memory)
+        trained, num_devices = Trained.of(self, self._options), self.num_processes
+        return plan(trained, layouts, memory, backend, where, set_by_user, by_memory, num_devices)
 
     def _choice(self, planned: Sequence[Planned]) -> tuple[Exception | str, Planned | None]:
         """Return what is printed, or the text of an error, and the layout that is used; None: there is none."""

@@ -59,8 +59,8 @@ def _smaller(planned: Planned) -> Iterator[dict[str, Any]]:
 
 def _microbatches(planned: Planned, factor: float) -> Iterator[dict[str, Any]]:
     """Yield the option of another number of microbatches, if a pipeline has as many for each stage and one sample."""
-    number = int(planned.num_microbatches * factor)
-    if planned.layout.pp > 1 and planned.layout.pp <= number <= planned.batch.samples:
+    number = 0 if planned.is_estimated else int(planned.num_microbatches * factor)
+    if planned.layout.pp > 1 and planned.layout.pp <= number <= planned.batch.samples // planned.num_batches:
         yield {"num_microbatches": number}
 
 

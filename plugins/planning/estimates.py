@@ -74,9 +74,13 @@ class Estimates:
     Args:
         runs: The dry runs of :func:`base_layouts`, or the reason why a layout cannot be used.
         where: What is known of the devices; None: no time is predicted.
+        keeps_microbatches: Whether the number of microbatches is given, and does not grow with that of the stages.
     """
 
-    def __init__(self, runs: Mapping[Layout, Sequence[DryRun] | str], where: Where | None) -> None:
+    def __init__(
+        self, runs: Mapping[Layout, Sequence[DryRun] | str], where: Where | None, keeps_microbatches: bool = False
+    ) -> None:
+        self._keeps_microbatches = keeps_microbatches
         self._where = where
         self._reasons = {layout: found for layout, found in runs.items() if isinstance(found, str)}
         self._runs = {
@@ -137,14 +141,17 @@ class Estimates:
         transient = scaled(lambda one: self._runs[one].peak - self._runs[one].resident)
         time = None
         if self._where is not None:
-            num_microbatches = self._runs[of_axes.get("pp", base)].num_microbatches * layout.pp // 2
+            num_microbatches = self._runs[of_axes.get("pp", base)].num_microbatches
+            if not self._keeps_microbatches:
+                num_microbatches = min(num_microbatches * layout.pp // 2, batch.samples // self._num_batches)
             busy = Busy(
                 scaled(lambda one: self._busy[one].compute),
                 scaled(lambda one: self._busy[one].optimizer),
                 scaled(lambda one: self._busy[one].host),
-                max(min(num_microbatches, batch.samples), 1),
+                (layout.pp - 1) / max(num_microbatches, 1),
             )
-            sent = self._messages(layout, [base, *of_axes.values()], self._where, batches)
+            replicas = [_SMALLER_BATCH] if layout.dp_replicate > 1 and base is _SHARDS else []
+            sent = self._messages(layout, [base, *of_axes.values(), *replicas], self._where, batches)
             time = step_time(layout, busy, sent, self._where)
         model_flops = self._runs[_SHARDS].work.model_flops * batches
         return Planned(
@@ -159,6 +166,11 @@ class Estimates:
         )
 
     @property
+    def _num_batches(self) -> int:
+        """Return the number of a rank's batches in a step."""
+        return self._runs[_SHARDS].num_batches
+
+    @property
     def _samples_between(self) -> int:
         """Return the number of samples that a rank of ``_SMALLER_BATCH`` has less than one of ``_SHARDS``."""
         return self._runs[_SHARDS].batch.samples - self._runs[_SMALLER_BATCH].batch.samples
@@ -170,7 +182,8 @@ class Estimates:
                 return self._reasons[one]
         if not self._samples_between:
             return ""
-        samples, ranks = self._runs[_SHARDS].batch.samples * _SHARDS.num_data_parallel, layout.num_data_parallel
+        own = self._runs[_SHARDS].batch.samples // self._num_batches
+        samples, ranks = own * _SHARDS.num_data_parallel, layout.num_data_parallel
         if samples % ranks:
             return f"A batch of {samples} samples cannot be divided among {ranks} ranks."
         if samples // ranks < layout.pp:
@@ -201,8 +214,12 @@ class Estimates:
                     sent_over = axes.split(" x ")
                     others = [axis for axis in _OF_AXIS if axis not in sent_over and base.sizes[axis] == 1]
                     found[axes] = seconds / math.prod(layout.sizes[axis] for axis in others)
-                    if not _OF_AXIS.keys().isdisjoint(sent_over):
+                    if "dp_shard" not in sent_over and not _OF_AXIS.keys().isdisjoint(sent_over):
                         found[axes] *= batches
+                    elif sent_over == ["dp_replicate"]:  # Replicas reduce the gradients of their shards.
+                        found[axes] *= base.dp_shard / layout.dp_shard
+        if any("dp_shard" in axes.split(" x ") and axes != "dp_shard" for axes in found):
+            found.pop("dp_shard", None)  # Ranks of cp share parameters as well, so that they are sent over both axes.
         return found
 
 
@@ -230,6 +247,8 @@ def _fraction(one: float, two: float, num_ranks: int) -> float:
     """
     if not one:
         return 1.0
+    if two >= one:
+        return two / one
     if two < one / 2:
         return two / one * 2 / num_ranks
     stays = min(2 * two / one - 1, 1.0)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from lightning_dist.plugins.planning.operation_times import host_seconds
-from lightning_dist.run.doctor.devices import copy_bandwidth, device_name
+from lightning_dist.run.doctor.devices import copy_bandwidth, device_name, num_cores
 from lightning_dist.run.doctor.profile import LinkFigures, MachineProfile
 from lightning_dist.run.simulation import Message, Operation
 from lightning_dist.run.telemetry.peak import known_peak, measured_peak
 
-__all__ = ["DEVICES", "DeviceSpeed", "Link", "Links"]
+__all__ = ["DEVICES", "DeviceSpeed", "Link", "Links", "memory_of_sheet"]
 
 _GB = 1e9
 
@@ -27,22 +26,24 @@ class _DataSheet:
         name: Name by which :func:`known_peak` finds its floating-point operations per second.
         memory_bytes_per_s: Bandwidth of its memory.
         link_bytes_per_s: Bandwidth of its links to others of a node, in one direction.
+        memory_bytes: Size of its memory, of those that are sold the larger one.
     """
 
     name: str
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    memory_bytes: float
 
 
 DEVICES = {
-    "b200": _DataSheet("B200", 8000 * _GB, 900 * _GB),
-    "h200": _DataSheet("H200", 4800 * _GB, 450 * _GB),
-    "h100": _DataSheet("H100", 3350 * _GB, 450 * _GB),
-    "a100": _DataSheet("A100", 2039 * _GB, 300 * _GB),
-    "mi300x": _DataSheet("MI300X", 5300 * _GB, 448 * _GB),
-    "l40s": _DataSheet("L40S", 864 * _GB, 32 * _GB),
-    "l4": _DataSheet("L4", 300 * _GB, 32 * _GB),
-    "a10": _DataSheet("A10", 600 * _GB, 32 * _GB),
+    "b200": _DataSheet("B200", 8000 * _GB, 900 * _GB, 180 * _GB),
+    "h200": _DataSheet("H200", 4800 * _GB, 450 * _GB, 141 * _GB),
+    "h100": _DataSheet("H100", 3350 * _GB, 450 * _GB, 80 * _GB),
+    "a100": _DataSheet("A100", 2039 * _GB, 300 * _GB, 80 * _GB),
+    "mi300x": _DataSheet("MI300X", 5300 * _GB, 448 * _GB, 192 * _GB),
+    "l40s": _DataSheet("L40S", 864 * _GB, 32 * _GB, 48 * _GB),
+    "l4": _DataSheet("L4", 300 * _GB, 32 * _GB, 24 * _GB),
+    "a10": _DataSheet("A10", 600 * _GB, 32 * _GB, 24 * _GB),
 }
 """Devices that a plan can be made for without having one, with the figures of the vendors' data sheets."""
 
@@ -53,6 +54,9 @@ _COPIED_BYTES = 2**25
 
 _REACHED = 0.7
 """Fraction of a data sheet's rates that operations are taken to reach; large products reach 60% to 80%."""
+
+_BETWEEN_NODES_GB = 40
+"""Bandwidth that is assumed between nodes with GPUs, in GB/s: one link of 400 Gbit/s for each of them, at 80%."""
 
 _HOST_S_OF_ACCELERATOR = 5e-6
 """Seconds in which a host starts an operation on an accelerator."""
@@ -99,9 +103,7 @@ class DeviceSpeed:
         Raises:
             ValueError: If the device is unknown.
         """
-        sheet = DEVICES.get(name.lower())
-        if sheet is None:
-            raise ValueError(f"--device={name} is unknown: give one of {', '.join(DEVICES)}, or a profile of doctor.")
+        sheet = _sheet_of(name)
         peaks = _known_peaks(sheet.name)
         return cls(
             f"{sheet.name}, {_REACHED:.0%} of the data sheet",
@@ -122,7 +124,7 @@ class DeviceSpeed:
             rates,
             slowest.memory_bytes_per_s,
             host_seconds() if is_cpu else _HOST_S_OF_ACCELERATOR,
-            os.cpu_count() if is_cpu else None,
+            num_cores() if is_cpu else None,
             peaks={} if is_cpu else rates | _known_peaks(slowest.name),
         )
 
@@ -136,9 +138,34 @@ class DeviceSpeed:
             rates,
             copy_bandwidth(device, _COPIED_BYTES),
             host_seconds(),
-            os.cpu_count() if is_cpu else None,
+            num_cores() if is_cpu else None,
             peaks={} if is_cpu else rates | _known_peaks(device_name(device)),
         )
+
+
+def memory_of_sheet(name: str) -> int:
+    """Return the bytes of memory of a device that is not here.
+
+    Args:
+        name: A key of :data:`DEVICES`.
+
+    Raises:
+        ValueError: If the device is unknown.
+    """
+    return int(_sheet_of(name).memory_bytes)
+
+
+def _sheet_of(name: str) -> _DataSheet:
+    sheet = DEVICES.get(name.lower())
+    if sheet is None:
+        raise ValueError(f"--device={name} is unknown: give one of {', '.join(DEVICES)}, or a profile of doctor.")
+    return sheet
+
+
+def _known_sheet(name: str) -> _DataSheet | None:
+    """Return the data sheet of a device, such as ``NVIDIA H100 80GB HBM3``; None: there is none, or it has PCIe."""
+    words = set(name.lower().replace("-", " ").split())
+    return None if words & {"pcie", "nvl"} else next((DEVICES[key] for key in DEVICES if key in words), None)
 
 
 def _known_peaks(name: str) -> dict[torch.dtype, float]:
@@ -202,18 +229,18 @@ class Links:
         """Return figures for machines that were not measured.
 
         Args:
-            device: A key of :data:`DEVICES`; others are taken to be linked by PCIe.
+            device: Name of the device; if it has no key of :data:`DEVICES`, it is taken to be linked by PCIe.
             backend: Backend of the process groups; ``"gloo"`` stands for CPUs.
         """
         if backend == "gloo":
             link = Link(2e-4, 1 * _GB, 2)
             return cls("assumed: 1 GB/s and 0.2 ms", {"": link}, {"": link})
-        sheet = DEVICES.get(device.lower())
+        sheet = _known_sheet(device)
         inside = Link(2e-5, 0.8 * (sheet.link_bytes_per_s if sheet else 32 * _GB), 8)
         return cls(
-            f"assumed: {inside.bytes_per_s / _GB:.0f} GB/s in a node, 40 GB/s between nodes",
+            f"assumed: {inside.bytes_per_s / _GB:.0f} GB/s in a node, {_BETWEEN_NODES_GB} GB/s between nodes",
             {"": inside},
-            {"": Link(4e-5, 40 * _GB, 8)},
+            {"": Link(4e-5, _BETWEEN_NODES_GB * _GB, 8)},
         )
 
     @classmethod
@@ -232,7 +259,11 @@ class Links:
         for figures in profile.links:
             _keep_slowest(scopes[figures.scope], figures)
         within, between = (_completed(scopes[scope]) for scope in ("node", "between_nodes"))
-        return cls(f"from the profile of {profile.created}", within or between, between or within)
+        name = f"from the profile of {profile.created}"
+        if between or profile.backend in ("gloo", ""):
+            return cls(name, within or between, between or within)
+        assumed = cls.assumed("", profile.backend).between
+        return cls(f"{name}; {_BETWEEN_NODES_GB} GB/s between nodes, assumed", within, assumed)
 
 
 def _keep_slowest(links: dict[str, Link], figures: LinkFigures) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_dist.plugins.planning.choices import RECOMPUTING, variants
-from lightning_dist.plugins.planning.dry_run import DryRun, run_as_rank
+from lightning_dist.plugins.planning.dry_run import DryRun, prepare_data, run_as_rank
 from lightning_dist.plugins.planning.estimates import Estimates, base_layouts, batches_are_divided
-from lightning_dist.plugins.planning.forked import in_forks
+from lightning_dist.plugins.planning.forked import in_fork, in_forks
 from lightning_dist.plugins.planning.layouts import Layout
 from lightning_dist.plugins.planning.planned import Planned
 from lightning_dist.plugins.planning.step_time import Where
+from lightning_dist.run.doctor.devices import num_cores
 from lightning_dist.run.simulation import Operation
 
 __all__ = ["Make", "plan", "predict"]
@@ -33,6 +34,7 @@ def plan(
     where: Callable[[Collection[Operation]], Where] | None = None,
     given: Collection[str] = (),
     by_memory: bool = False,
+    num_devices: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> list[Planned]:
     """Predict the memory and the time of ``layouts`` by dry runs, several at a time.
@@ -46,6 +48,8 @@ def plan(
             measure; None: times are not predicted.
         given: Names of arguments of the strategy that are set: no values are chosen for them.
         by_memory: Whether those that fit are sorted by their peaks.
+        num_devices: Number of devices of a node, which the module and its data may ask the Trainer for; None: all ranks
+            of a layout are on one node.
         on_progress: Function that is called with the number of dry runs that have ended and the number of all.
 
     Returns:
@@ -56,8 +60,8 @@ def plan(
         :func:`~lightning_dist.plugins.planning.choices.variants`.
     """
     order = partial(_in_order, memory=memory, by_memory=by_memory)
-    dry_runs = _DryRuns(make, backend, on_progress)
-    planned = _of_sizes(dry_runs, layouts, memory, where, RECOMPUTING.keys().isdisjoint(given), order)
+    dry_runs = _DryRuns(make, backend, num_devices, on_progress)
+    planned = _of_sizes(dry_runs, layouts, memory, where, given, order)
     planned = _checked_first(planned, memory)
     best = planned[0]
     if best.peak is None:
@@ -67,7 +71,11 @@ def plan(
 
 
 def predict(
-    make: Make, layout: Layout, backend: str, where: Callable[[Collection[Operation]], Where] | None = None
+    make: Make,
+    layout: Layout,
+    backend: str,
+    where: Callable[[Collection[Operation]], Where] | None = None,
+    num_devices: int | None = None,
 ) -> Planned:
     """Predict the memory and the time of one layout by dry runs.
 
@@ -76,8 +84,9 @@ def predict(
         layout: The layout.
         backend: Backend over which the ranks would communicate.
         where: Function that returns the speed of the devices; None: the time is not predicted.
+        num_devices: Number of devices of a node.
     """
-    (planned,) = _DryRuns(make, backend, lambda done, all_: None).planned([layout], where)
+    (planned,) = _DryRuns(make, backend, num_devices, lambda done, all_: None).planned([layout], where)
     return planned
 
 
@@ -86,10 +95,11 @@ def _of_sizes(
     layouts: Sequence[Layout],
     memory: int | None,
     where: Callable[[Collection[Operation]], Where] | None,
-    recomputes: bool,
+    given: Collection[str],
     order: Callable[[list[Planned]], list[Planned]],
 ) -> list[Planned]:
     """Return the predictions of :func:`plan` without the variants of the best one."""
+    recomputes = RECOMPUTING.keys().isdisjoint(given)
     num_runs = sum(len(_stages(layout)) for layout in {layout.with_few_replicas() for layout in layouts})
     if num_runs <= _MOST_RUNS_OF_CORE * _at_once():
         planned = dry_runs.planned(layouts, where)
@@ -97,7 +107,11 @@ def _of_sizes(
         return order(planned + dry_runs.planned(too_large, where))
     bases = base_layouts(layouts, recomputes)
     found = dry_runs(bases)
-    estimate = Estimates({base: found[base] for base in bases}, where and where(_operations(found)))
+    runs = {base: found[base] for base in bases}
+    estimate = Estimates(runs, where and where(_operations(found)), "num_microbatches" in given)
+    if all(estimate(layout).peak is None for layout in layouts):
+        # The small layouts that tell of the others cannot be used, for example because experts need more ranks.
+        return order(dry_runs.planned(layouts[: _MOST_RUNS_OF_CORE * _at_once()], where))
     checked: dict[Layout, Planned] = {}
 
     def predicted(some: Iterable[Layout]) -> list[Planned]:
@@ -134,7 +148,7 @@ def _stages(layout: Layout) -> list[int]:
 
 
 def _at_once() -> int:
-    return os.cpu_count() or 1
+    return num_cores()
 
 
 def _too_large(planned: Sequence[Planned], memory: int | None) -> list[Layout]:
@@ -147,7 +161,7 @@ def _in_order(planned: Sequence[Planned], memory: int | None, by_memory: bool) -
 
     def key(one: Planned) -> tuple[bool, bool, float]:
         fits = one.fits(memory)
-        return one.peak is None, not fits, -one.samples_per_s if fits and not by_memory else one.peak or 0
+        return one.peak is None, not fits, -one.rate if fits and not by_memory else one.peak or 0
 
     return sorted(planned, key=key)
 
@@ -163,12 +177,18 @@ class _DryRuns:
     Args:
         make: As for :func:`plan`, like the others.
         backend: Backend of the ranks.
+        num_devices: Number of devices of a node; None: all ranks are on one.
         on_progress: Function that is called as dry runs end.
     """
 
-    def __init__(self, make: Make, backend: str, on_progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, make: Make, backend: str, num_devices: int | None, on_progress: Callable[[int, int], None]
+    ) -> None:
         self._make = make
         self._backend = backend
+        self._num_devices = num_devices
+        self._is_prepared: bool | None = None
+        """Whether the data are prepared; None: it was not tried yet."""
         self._on_progress = on_progress
         self._found: dict[Layout, list[DryRun] | str] = {}
         self._are_divided = False
@@ -205,14 +225,16 @@ class _DryRuns:
         """Make the dry runs of layouts that have none yet."""
         new = [layout for layout in dict.fromkeys(layouts) if layout not in self._found]
         runs = [(layout, stage) for layout in new for stage in _stages(layout)]
+        if new and self._is_prepared is None:
+            self._prepare(new[0])
         calls = [
             partial(
                 run_as_rank,
                 partial(self._make, layout),
-                1,
-                layout.num_ranks,
+                *self._nodes(layout),
                 stage * layout.num_ranks // layout.pp,
                 self._backend,
+                not self._is_prepared,
             )
             for layout, stage in runs
         ]
@@ -221,7 +243,29 @@ class _DryRuns:
             layout = runs[index][0]
             outcome = self._found[layout]
             if result is None:
-                self._found[layout] = (str(error).strip() or type(error).__name__).split("\n")[0]
+                self._found[layout] = _reason(error)
             elif not isinstance(outcome, str):
                 outcome.append(result)
             self._on_progress(done, len(runs))
+
+    def _nodes(self, layout: Layout) -> tuple[int, int]:
+        """Return the number of nodes of a layout, and of the devices of each of them."""
+        num_devices = self._num_devices
+        if num_devices is None or layout.num_ranks % num_devices:
+            return 1, layout.num_ranks
+        return layout.num_ranks // num_devices, num_devices
+
+    def _prepare(self, layout: Layout) -> None:
+        """Let the data be prepared once. If that fails, each dry run tries it, and says why."""
+        try:
+            in_fork(partial(prepare_data, partial(self._make, layout), *self._nodes(layout), self._backend))
+            self._is_prepared = True
+        except Exception:
+            self._is_prepared = False
+
+
+def _reason(error: BaseException | None) -> str:
+    """Return the first line of the text of an error, with its type if the text alone may say nothing."""
+    text = str(error).strip().split("\n")[0]
+    is_sentence = isinstance(error, (ValueError, RuntimeError, MisconfigurationException)) and " " in text
+    return text if is_sentence else f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -38,6 +38,7 @@ class Planned:
         is_estimated: Whether the numbers were derived from those of other layouts, and not from a dry run of this one.
         num_microbatches: Number of parts of a rank's batch that go through a pipeline; 1 without one, or if the numbers
             were derived.
+        num_batches: Number of a rank's batches in a step.
     """
 
     layout: Layout
@@ -50,6 +51,7 @@ class Planned:
     peak_flops_per_s: float = 0.0
     is_estimated: bool = False
     num_microbatches: int = 1
+    num_batches: int = 1
 
     @classmethod
     def of(cls, layout: Layout, runs: Sequence[DryRun], where: Where | None) -> Planned:
@@ -73,12 +75,18 @@ class Planned:
             model_flops=model_flops,
             peak_flops_per_s=peak,
             num_microbatches=worst.num_microbatches,
+            num_batches=worst.num_batches,
         )
 
     @property
     def _per_second(self) -> float:
         """Return the number by which the count of a rank's batch is multiplied to get that of all ranks per second."""
         return 0.0 if self.time is None else self.layout.num_data_parallel / self.time.total
+
+    @property
+    def rate(self) -> float:
+        """Return what tells the faster one of two layouts: samples per second, or batches if they have no samples."""
+        return self.samples_per_s or self._per_second
 
     @property
     def samples_per_s(self) -> float:
@@ -109,7 +117,8 @@ class Planned:
         time = self.time
         if time is not None and found.time is not None and estimated.time is not None:
             time = time.scaled(found.time.total / estimated.time.total)
-        return replace(self, peak=round(self.peak * found.peak / estimated.peak), time=time)
+        factor = found.peak / estimated.peak
+        return replace(self, resident=round((self.resident or 0) * factor), peak=round(self.peak * factor), time=time)
 
     def fits(self, memory: int | None) -> bool:
         """Return whether a rank needs at most 90% of its device.

@@ -107,7 +107,8 @@ class PredictionReport(Callback):
     def _predict(self, strategy: MeshStrategy) -> Planned:
         backend = "gloo" if strategy.root_device.type == "cpu" else "nccl"
         where = find_where(strategy.num_processes, backend, None, self._profile)
-        return predict(Trained.of(strategy, strategy.arguments), _layout_of(strategy), backend, where)
+        trained = Trained.of(strategy, strategy.arguments)
+        return predict(trained, _layout_of(strategy), backend, where, strategy.num_processes)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -25,8 +25,10 @@ __all__ = [
     "step_time",
 ]
 
-_HIDDEN = frozenset({"dp_replicate", "dp_shard"})
-"""Axes whose messages are sent while other layers are computed, on devices that do both at the same time."""
+_HIDDEN = (frozenset({"dp_replicate", "dp_shard"}), frozenset({"dp_shard", "cp"}))
+"""Axes over which gradients and parameters are sent, while devices compute other layers at the same time.
+
+Ranks of ``cp`` share parameters as well, over both axes together."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,13 @@ class Busy:
         compute: Forwards and backwards.
         optimizer: The optimizer's step.
         host: Python and the start of all operations.
-        num_microbatches: Number of parts of a batch that go through a pipeline.
+        fill: Time that it waits for other stages of a pipeline, as a fraction of the time that it works.
     """
 
     compute: float
     optimizer: float
     host: float
-    num_microbatches: int
+    fill: float
 
 
 def busy_seconds(run: DryRun, where: Where) -> Busy:
@@ -117,7 +119,7 @@ def busy_seconds(run: DryRun, where: Where) -> Busy:
         for work in (run.work, run.optimizer)
     )
     host = where.speed.host_s * (run.work.num_dispatches + run.optimizer.num_dispatches)
-    return Busy(compute, optimizer, host, run.num_microbatches)
+    return Busy(compute, optimizer, host, run.fill)
 
 
 def peak_flops_per_s(run: DryRun, where: Where) -> float:
@@ -149,10 +151,11 @@ def messages(layout: Layout, run: DryRun, where: Where) -> dict[str, float]:
 def step_time(layout: Layout, busy: Busy, sent: Mapping[str, float], where: Where) -> StepTime:
     """Return the time of a step of a rank.
 
-    With ``p`` stages and ``m`` microbatches, a stage of a pipeline waits for ``(p - 1) / m`` of its own time (Narayanan
-    et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021, section 2.2).
-    Ranks that share cores take turns: each works as many times longer as there are ranks for a core, and waiting costs
-    only as far as it leaves cores without work.
+    A stage of a pipeline waits for others by its schedule: with ``p`` stages, ``m`` microbatches and ``1f1b``, for
+    ``(p - 1) / m`` of its own time (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM, SC 2021, section 2.2). Messages with gradients and parameters are sent while the device computes,
+    and what is longer than that counts. Ranks that share cores take turns: each works as many times longer as there are
+    ranks for a core, and waiting costs only as far as it leaves cores without work.
 
     Args:
         layout: The layout.
@@ -160,18 +163,21 @@ def step_time(layout: Layout, busy: Busy, sent: Mapping[str, float], where: Wher
         sent: The seconds of its messages, by the axes over which they are sent.
         where: What is known of the devices.
     """
-    fill, num_cores = (layout.pp - 1) / busy.num_microbatches, where.speed.num_cores
+    fill, num_cores = busy.fill, where.speed.num_cores
     if num_cores is None:
-        exposed = {
-            axes: max(seconds - busy.compute, 0.0) if _HIDDEN.issuperset(axes.split(" x ")) else seconds
-            for axes, seconds in sent.items()
-        }
+        hidden = sum(seconds for axes, seconds in sent.items() if _is_hidden(axes))
+        rest = max(1 - busy.compute / hidden, 0.0) if hidden else 0.0
+        exposed = {axes: seconds * rest if _is_hidden(axes) else seconds for axes, seconds in sent.items()}
         bubble = fill * (busy.compute + sum(exposed.values()))
         host = max(busy.host - busy.compute - busy.optimizer, 0.0)
         return StepTime(busy.compute, exposed, bubble, busy.optimizer, host, where.source)
     crowd = max(min(layout.num_ranks, where.num_devices) / num_cores, 1.0)
     bubble = max((1 + fill - crowd) * (busy.compute + busy.host + sum(sent.values())), 0.0)
     return StepTime(busy.compute * crowd, sent, bubble, busy.optimizer * crowd, busy.host * crowd, where.source)
+
+
+def _is_hidden(axes: str) -> bool:
+    return any(hidden.issuperset(axes.split(" x ")) for hidden in _HIDDEN) and axes != "cp"
 
 
 def _num_nodes(axes: Sequence[str], layout: Layout, num_devices: int) -> int:

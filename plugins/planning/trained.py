@@ -50,6 +50,9 @@ class Trained:
         trainer = strategy.trainer
         arguments = {
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+            "limit_train_batches": trainer.limit_train_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
             "plugins": [trainer.precision_plugin],

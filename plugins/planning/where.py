@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import warnings
 from collections.abc import Callable, Collection
@@ -13,7 +12,7 @@ import torch
 from lightning_dist.plugins.planning.figures import DeviceSpeed, Links
 from lightning_dist.plugins.planning.operation_times import measured_seconds
 from lightning_dist.plugins.planning.step_time import Where
-from lightning_dist.run.doctor.devices import device_name
+from lightning_dist.run.doctor.devices import device_name, num_cores
 from lightning_dist.run.doctor.profile import MachineProfile
 from lightning_dist.run.simulation import Operation
 
@@ -71,7 +70,7 @@ class _Measured:
 
     def __call__(self, operations: Collection[Operation]) -> Where:
         """Return the speed of the devices for ``operations``."""
-        at_once = min(self._num_devices, os.cpu_count() or 1)
+        at_once = min(self._num_devices, num_cores())
         new = [operation for operation in operations if operation not in self._speed.measured]
         measured = {**self._speed.measured, **measured_seconds(new, self._here, at_once)}
         self._speed = replace(self._speed, measured=measured)

@@ -33,7 +33,9 @@ def outcome(layout: Layout) -> DryRun:
     resident = 200 * GIB // (layout.tp * layout.pp * layout.dp_shard)
     peak = resident + 200 * GIB // parts
     num_microbatches = dict(layout.options).get("num_microbatches", 2 * layout.pp)
-    return DryRun(0, resident, peak, work, Work(), BatchSize(32, 0), {}, layout.num_data_parallel, num_microbatches)
+    fill = (layout.pp - 1) / num_microbatches
+    batch = BatchSize(32, 0)
+    return DryRun(0, resident, peak, work, Work(), batch, {}, layout.num_data_parallel, num_microbatches, 1, fill)
 
 
 @pytest.fixture
@@ -73,6 +75,24 @@ def test_estimates_that_are_too_fast_are_corrected_by_dry_runs_of_others(runs: l
         is_corrected = layout.pp > 2 and (layout.tp > 1, layout.cp > 1) in refuted
         if one.is_estimated and is_corrected and time and not layout.options:
             assert time.total == pytest.approx(step_s(layout), rel=0.5), layout
+
+
+def test_layouts_are_tried_if_the_small_ones_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts on 4 ranks, for example, cannot be on two of them."""
+
+    def forked(calls: Sequence[partial[Any]], at_once: int) -> Iterator[tuple[int, DryRun | None, Exception | None]]:
+        for index, call in enumerate(calls):
+            (layout,) = call.args[0].args
+            yield (index, None, ValueError("ep_size=4 needs it")) if layout.dp_shard < 4 else (
+                index, outcome(layout), None
+            )  # fmt: skip
+
+    module = sys.modules["lightning_dist.plugins.planning.plan"]
+    monkeypatch.setattr(module, "in_forks", forked)
+    monkeypatch.setattr(module, "_at_once", lambda: 2)
+    found = plan(make, layouts_of(8, 8), None, "nccl", lambda operations: WHERE)
+    assert found[0].peak and found[0].layout.dp_shard >= 4 and not found[0].is_estimated
+    assert found[-1].why_not == "ep_size=4 needs it"
 
 
 def test_more_microbatches_are_tried_for_a_pipeline(runs: list[Layout]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections import defaultdict
@@ -19,7 +20,7 @@ from lightning_dist.run.doctor.profile import DeviceFigures
 from lightning_dist.run.doctor.ranks import Ranks
 from lightning_dist.run.telemetry.peak import known_peak, measured_peak
 
-__all__ = ["check_devices", "copy_bandwidth", "device_memory", "device_name", "judge_devices"]
+__all__ = ["check_devices", "copy_bandwidth", "device_memory", "device_name", "judge_devices", "num_cores"]
 
 SLOW_AGAINST_DATA_SHEET = 0.5
 """Large products of matrices reach more than 60% of the data sheet on a device that is whole and unused."""
@@ -60,6 +61,11 @@ def check_devices(examination: Examination) -> list[Finding]:
     )
     examination.devices[:] = ranks.gather(own)
     return judge_devices(examination.devices, ranks)
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use, which a scheduler of jobs may have limited."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_name(device: torch.device) -> str:
