@@ -27,7 +27,8 @@ from lightning_dist.mesh.layout import ParallelLayout
 from lightning_dist.plugins.planning.environment import SimulatedEnvironment
 from lightning_dist.plugins.planning.forked import in_fork
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
-from lightning_dist.run.simulation import SimulatedRank, Work, simulate_rank, without_values
+from lightning_dist.plugins.strategies.steps import example_step
+from lightning_dist.run.simulation import SimulatedRank, StorageMeter, Work, simulate_rank, without_values
 from lightning_dist.run.telemetry.batch import BatchSize, batch_size
 from lightning_dist.techniques.protocol import Scheduled
 
@@ -139,21 +140,26 @@ def run_as_rank(
     if prepares_data:
         prepare_data(make, num_nodes, num_devices, backend)
     with _quietly(), _without_gpus(), without_process_group(), simulate_rank(num_ranks, rank, backend) as simulation:
-        module, data, arguments = make()
-        with suppress(Exception):  # It may need the Trainer. The Trainer calls it as well, and gets a deferred model.
-            module.configure_model()
+        has_own_memory = backend != "gloo"
+        with _on_host(simulation.meter, has_own_memory):  # What the module has is on the device after the next lines.
+            module, data, arguments = make()
+            with suppress(Exception):  # It may need the Trainer. The Trainer calls it as well: a deferred model.
+                module.configure_model()
         without_values(module, simulation)
         for one in _that_prepare(module, data):  # The Trainer would wait for other ranks around a hook of the user.
             vars(one)["prepare_data"] = partial(DataHooks.prepare_data, one)
         vars(module)["configure_callbacks"] = list  # Callbacks are left out, since some would write files.
-        measure = _Measure(simulation, has_own_memory=backend != "gloo")
+        measure = _Measure(simulation, has_own_memory)
         given = {**arguments, **_FIXED, "callbacks": [measure], "logger": DummyLogger()}
         given |= {"devices": num_devices, "num_nodes": num_nodes, **_duration(arguments)}
         given["plugins"] = [*_plugins(arguments), SimulatedEnvironment(num_ranks, num_devices, rank)]
-        if backend != "gloo":
+        if has_own_memory:
             given["sync_batchnorm"] = False  # It changes no size, and is refused on a CPU.
+        fetch = _on_host(simulation.meter, has_own_memory)(example_step.first_args)
         try:
-            Trainer(**given).fit(module, data)
+            # Plans that need a batch fetch it while the strategy is set up.
+            with mock.patch.object(example_step, "first_args", fetch):
+                Trainer(**given).fit(module, data)
         except Exception:
             if measure.result is None:  # What happens after the measured step does not count.
                 raise
@@ -189,6 +195,16 @@ def prepare_data(make: Make, num_nodes: int, num_devices: int, backend: str) -> 
 
 def _that_prepare(module: LightningModule, data: Any) -> list[Any]:
     return [one for one in (data, module) if isinstance(one, DataHooks)]
+
+
+@contextmanager
+def _on_host(meter: StorageMeter, has_own_memory: bool) -> Iterator[None]:
+    """Leave out the tensors that are made in this context, if the device has a memory of its own."""
+    before, meter.is_paused = meter.is_paused, has_own_memory
+    try:
+        yield
+    finally:
+        meter.is_paused = before
 
 
 def _duration(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,6 +132,24 @@ def test_data_are_not_in_the_memory_of_a_gpu() -> None:
     assert on_gpu.peak == run(Automatic, 64, "nccl").peak
 
 
+@pytest.mark.parametrize("given", ["loader", "hook"])
+def test_data_are_not_in_the_memory_of_a_gpu_where_a_plan_needs_the_first_batch(given: str) -> None:
+    """Tensor parallelism traces the first step while the strategy is set up."""
+    peaks = []
+    for num_samples in (64, 2**14):
+        make = partial(split, given, num_samples)
+        peaks.append(dry_run(make, 1, 2, backend="nccl").peak)
+    assert peaks[0] == peaks[1]
+
+
+def split(given: str, num_samples: int) -> Any:
+    strategy = NDParallelStrategy(tp_size=2, strict_plan=False)
+    loader = Loader(num_samples)
+    if given == "loader":
+        return Automatic(), loader(), {"strategy": strategy}
+    return made(Automatic, loader, {"strategy": strategy})
+
+
 def test_mixed_precision_of_a_gpu_is_simulated() -> None:
     arguments = {"plugins": [MixedPrecision("bf16-mixed", "cuda")], "strategy": NDParallelStrategy(dp_replicate_size=2)}
     found = run(Automatic, backend="nccl", **arguments)

@@ -8,6 +8,7 @@
 """
 
 from lightning_dist.run.simulation.rank import SimulatedRank, simulate_rank, without_values
+from lightning_dist.run.simulation.storages import StorageMeter
 from lightning_dist.run.simulation.work import Message, Operation, Shape, Work
 
-__all__ = ["Message", "Operation", "Shape", "SimulatedRank", "Work", "simulate_rank", "without_values"]
+__all__ = ["Message", "Operation", "Shape", "SimulatedRank", "StorageMeter", "Work", "simulate_rank", "without_values"]

@@ -29,7 +29,7 @@ from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.step_loggers import without_loggers
 from lightning_dist.tracing.step_graph import TraceError
 
-__all__ = ["FakeStep", "example_args", "fake_step", "parameters_unchanged", "without_updates"]
+__all__ = ["FakeStep", "example_args", "fake_step", "first_args", "parameters_unchanged", "without_updates"]
 
 _MOST_OWNERS = 20
 """The largest number of objects whose generators are restored after a batch was taken."""
@@ -58,7 +58,7 @@ def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
     why_not = ""
     try:
         with unchanged_random_numbers():
-            args = apply_to_collection(_first_args(trainer), Tensor, Tensor.cpu)
+            args = apply_to_collection(first_args(trainer), Tensor, Tensor.cpu)
     except Exception as error:  # An error of the user's data will be raised again when the run fetches its batches.
         text = str(error).strip().split("\n")[0]
         why_not = f"no batch could be made: {type(error).__name__}: {text}"
@@ -71,7 +71,12 @@ def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
         return (_compat.transferred(trainer, batch, *indices[1:]), *indices), ""
 
 
-def _first_args(trainer: Trainer) -> tuple[Any, ...]:
+def first_args(trainer: Trainer) -> tuple[Any, ...]:
+    """Fetch a batch of the run that begins, and return it with its index, and that of its loader if there are several.
+
+    Args:
+        trainer: The Trainer whose run begins.
+    """
     loaders = _compat.make_dataloader(trainer)
     if trainer.state.fn != TrainerFn.FITTING and _compat.are_sequential(loaders):
         first, *others = tree_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
