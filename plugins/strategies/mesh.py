@@ -356,6 +356,8 @@ class MeshStrategy(ProcessStrategy):
             first_checkpoint = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
             callbacks.insert(first_checkpoint, FaultTolerance())
         self._elastic.join()
+        # Hooks such as configure_optimizers may let Lightning make the loaders before this strategy is set up.
+        self.batches.agree_on_batches(self.distributed_sampler_kwargs)
         if self.trainer.state.fn == TrainerFn.FITTING and not self._elastic.joins_others:
             continue_runs(self.trainer, self.resumes_from)
 
@@ -415,7 +417,6 @@ class MeshStrategy(ProcessStrategy):
         self.setup_precision_plugin()
         if is_fitting and not any(options.keeps_states_elsewhere for options in arguments.options):
             _compat.optimizers_to_device(self.optimizers, self.root_device)
-        self.batches.agree_on_batches(self.distributed_sampler_kwargs)
         _compat.reduce_losses_of_finders(_is_ours)
         _compat.weigh_ranks_exactly(_is_ours)
         self._checkpoints.start(trainer)

@@ -157,16 +157,27 @@ def test_a_global_batch_that_cannot_be_honoured_is_refused(pool: WorkerPool, kwa
 
 
 class Order(Sizes):
+    counts_steps_in = ""
+    """Name of the hook that asks how many steps the training has, for which Lightning makes the loaders."""
+
+    def setup(self, stage: str) -> None:
+        assert self.counts_steps_in != "setup" or self.trainer.estimated_stepping_batches == 2
+
+    def configure_optimizers(self) -> Any:
+        assert self.counts_steps_in != "configure_optimizers" or self.trainer.estimated_stepping_batches == 2
+        return super().configure_optimizers()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.sizes += batch[0][:, 0].int().tolist()
         return self.layer(batch[0]).square().mean()
 
 
-def order_of_samples(keeps_order: bool) -> list[list[int]]:
+def order_of_samples(keeps_order: bool, counts_steps_in: str = "") -> list[list[int]]:
     pl.seed_everything(3, verbose=False)
     data, epochs = TensorDataset(torch.arange(16.0)[:, None].repeat(1, 4)), []
     for _ in range(2):
         model = Order()
+        model.counts_steps_in = counts_steps_in
         kwargs = {"use_distributed_sampler": True, "max_epochs": 1}
         make_trainer("full_shard", {"keep_data_order": keeps_order}, **kwargs).fit(model, DataLoader(data, 4))
         epochs.append(model.sizes)
@@ -179,3 +190,9 @@ def test_the_order_of_a_loader_is_kept_or_shuffled_as_lightning_does(pool: Worke
     for rank, epochs in enumerate(pool.run(order_of_samples, 2, False)):
         shuffled = DistributedSampler(range(16), num_replicas=2, rank=rank, shuffle=True, seed=3)
         assert epochs == [list(shuffled)] * 2
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
+def test_the_order_is_kept_where_a_hook_counts_the_steps(pool: WorkerPool, hook: str) -> None:
+    for rank, epochs in enumerate(pool.run(order_of_samples, 2, True, hook)):
+        assert epochs == [list(range(rank, 16, 2))] * 2

@@ -181,6 +181,22 @@ def test_data_are_prepared_once_and_with_values(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "0.pt"), torch.arange(1000).reshape(10, 100) * 2)
 
 
+class ReadsValues(Automatic):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        weight = float(self.layers[0].weight.detach().numpy().mean())
+        return super().training_step(batch, batch_idx) * weight
+
+
+def that_reads(layout: Layout) -> Any:
+    return made(ReadsValues, Loader(), {"strategy": NDParallelStrategy(**layout.arguments)})
+
+
+def test_a_model_that_cannot_be_simulated_is_listed_with_the_reason() -> None:
+    (found,) = plan(that_reads, [Layout(dp_shard=2)], None, "gloo")
+    assert found.peak is None
+    assert "numpy()" in found.why_not
+
+
 class AsksForDevices(Automatic):
     def on_fit_start(self) -> None:
         assert (self.trainer.num_nodes, self.trainer.num_devices) == (4, 2), "other nodes"
