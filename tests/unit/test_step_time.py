@@ -25,7 +25,7 @@ SPEED = DeviceSpeed("device", {F32: 1e12}, 1e11, 1e-5)
 LINKS = Links("links", {"": Link(1e-4, 1e9, 2)}, {"": Link(1e-3, 1e8, 2)})
 GPUS = Where(4, SPEED, LINKS)
 CPUS = Where(4, replace(SPEED, num_cores=2), LINKS)
-BUSY = Busy(compute=1.0, optimizer=0.1, host=0.5, num_microbatches=4)
+BUSY = Busy(compute=1.0, optimizer=0.1, host=0.5, fill=0.0)
 
 
 def run_of(layout: Layout, work: Work, axes: dict[str, tuple[str, ...]], peak: int = 100, resident: int = 40) -> DryRun:
@@ -55,17 +55,24 @@ def test_accelerators_send_while_they_compute_except_what_the_next_layer_needs()
     assert step_time(Layout(tp=2), replace(BUSY, host=1.4), {}, GPUS).host == pytest.approx(0.3)
 
 
+def test_what_is_sent_while_a_device_computes_is_added_up() -> None:
+    time = step_time(Layout(dp_replicate=2, dp_shard=4), BUSY, {"dp_shard": 0.8, "dp_replicate": 0.7}, GPUS)
+    assert sum(time.communication.values()) == pytest.approx(0.5)
+    both = step_time(Layout(dp_shard=4, cp=2), BUSY, {"dp_shard x cp": 0.8, "cp": 0.1}, GPUS)  # These share parameters.
+    assert both.communication == {"dp_shard x cp": 0.0, "cp": 0.1}
+
+
 def test_a_stage_waits_for_the_others() -> None:
-    assert step_time(Layout(pp=2), BUSY, {}, GPUS).bubble == pytest.approx(1 / 4)
-    assert step_time(Layout(pp=4), BUSY, {}, GPUS).bubble == pytest.approx(3 / 4)
+    assert step_time(Layout(pp=2), replace(BUSY, fill=1 / 4), {}, GPUS).bubble == pytest.approx(1 / 4)
+    assert step_time(Layout(pp=4), replace(BUSY, fill=3 / 4), {}, GPUS).bubble == pytest.approx(3 / 4)
 
 
 def test_ranks_that_share_cores_take_turns() -> None:
     time = step_time(Layout(dp_shard=4), BUSY, {}, CPUS)
     assert (time.compute, time.optimizer, time.host) == (2, 0.2, 1)
     # With two ranks for each core, others work while a stage waits.
-    assert step_time(Layout(pp=4), BUSY, {}, CPUS).bubble == 0
-    assert step_time(Layout(pp=2), BUSY, {}, CPUS).bubble == pytest.approx(1.5 / 4)
+    assert step_time(Layout(pp=4), replace(BUSY, fill=3 / 4), {}, CPUS).bubble == 0
+    assert step_time(Layout(pp=2), replace(BUSY, fill=1 / 4), {}, CPUS).bubble == pytest.approx(1.5 / 4)
 
 
 @pytest.mark.parametrize(
