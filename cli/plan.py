@@ -260,7 +260,7 @@ def _as_dict(planned: Planned, memory: int | None) -> dict[str, Any]:
 
 def _print(planned: Sequence[Planned], num_nodes: int, num_devices: int, memory: int | None) -> None:
     """Print the layouts that fit, those that do not, and those that cannot be used, with the reason."""
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH_OF_FILE)
     where = f"{num_nodes} node{'s' * (num_nodes > 1)} with {num_devices} device{'s' * (num_devices > 1)}"
     limit = "" if memory is None else f", of which each has {_mib(memory)} MiB"
     known = [one for one in planned if one.peak is not None]
@@ -303,6 +303,8 @@ def _print(planned: Sequence[Planned], num_nodes: int, num_devices: int, memory:
 
 
 _BAR_WIDTH = 40
+_WIDTH_OF_FILE = 240
+"""Number of characters of a line, where the output is no terminal."""
 
 
 def _print_frontier(console: Console, best: Sequence[Planned]) -> None:

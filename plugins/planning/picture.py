@@ -104,7 +104,7 @@ def _draw_parts(axes: Any, planned: Sequence[Planned]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("predicted time of a step, ms")
     axes.set_title("Parts of a step, best layout first")
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(_PARTS))
 
 
 def _part(planned: Planned, part: str) -> float:
@@ -130,7 +130,7 @@ def _draw_devices(axes: Any, layout: Layout, num_devices: int) -> None:
     axes.set_ylim(min(num_nodes, _MOST_NODES), 0)
     axes.set_xticks([])
     axes.set_yticks([row + 0.5 for row in range(min(num_nodes, _MOST_NODES))], range(min(num_nodes, _MOST_NODES)))
-    axes.set_xlabel("devices; r: dp_replicate, s: dp_shard; a colour for each part of the batch", fontsize=8)
+    axes.set_xlabel("devices (r: dp_replicate, s: dp_shard)\na colour for each part of the batch", fontsize=8)
     axes.set_ylabel("node")
     more = ", the first 8" if num_nodes > _MOST_NODES else ""
     axes.set_title(f"{layout.axes}{more}", fontsize=9)
