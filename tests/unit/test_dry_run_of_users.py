@@ -94,6 +94,16 @@ def test_a_step_lasts_until_each_optimizer_has_made_one(every: int) -> None:
     assert one.resident <= manual.resident <= one.resident + gradients
 
 
+class NeverSteps(TwoOptimizers):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.layers(batch[0]).square().mean())
+
+
+def test_a_training_that_ends_before_two_steps_is_named() -> None:
+    with pytest.raises(RuntimeError, match="The training ended before each optimizer had made two steps"):
+        run(NeverSteps, 16, max_epochs=2)
+
+
 def test_an_accumulation_that_the_end_of_an_epoch_cuts_short_is_a_step() -> None:
     assert run(Automatic, 16, accumulate_grad_batches=32).num_batches == 2
 
