@@ -17,7 +17,7 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
 
     Args:
         findings: The findings, in the order of the rows.
-        console: The terminal.
+        console: The terminal that the table is printed to.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)

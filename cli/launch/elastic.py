@@ -56,7 +56,7 @@ def mistake(job: Job, replicas: ReplicaRange, here: tuple[int, ...] | None) -> s
     """Return what is wrong with a job whose replicas leave and join, and how to mend it; None: nothing.
 
     Args:
-        job: The job.
+        job: The job that is to be started.
         replicas: Number of replicas without which no step begins, and of all replicas.
         here: Indices of those of this node; None: all are here.
     """
@@ -79,7 +79,7 @@ def describe(job: Job, replicas: ReplicaRange, heartbeat_s: float, here: tuple[i
     """Return what is started on this node, for ``--dry-run``.
 
     Args:
-        job: The job.
+        job: The job that would be started.
         replicas: Number of replicas without which no step begins, and of all replicas.
         heartbeat_s: Seconds after which a replica that sends no sign of life is left out.
         here: Indices of the replicas of this node; None: all are here.

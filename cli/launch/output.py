@@ -10,7 +10,7 @@ def print_new(path: Path, begin: int, stream: TextIO) -> int:
     """Print what a file has from a position on, and return the position of its end; it need not exist yet.
 
     Args:
-        path: The file.
+        path: The file, to which another process writes.
         begin: The position, in bytes.
         stream: The stream that it is printed to.
     """

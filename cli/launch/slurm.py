@@ -25,7 +25,7 @@ def script(job: Job, options: tuple[str, ...], python: str) -> str:
     checkpoint because SLURM has preempted it.
 
     Args:
-        job: The run.
+        job: The job that the script starts on its nodes.
         options: Further options of ``sbatch`` without their two hyphens, such as ``partition=gpu``.
         python: Path of the Python that runs the ranks on the nodes.
     """

@@ -21,7 +21,7 @@ class _Shard:
     """Hold a rank's shard of a tensor, and what makes a DTensor of it.
 
     Args:
-        local: The shard.
+        local: This rank's shard of the tensor.
         axes: Names of the dimensions of the mesh.
         placements: How the tensor is placed on each of them.
         shape: Shape of the whole tensor.

@@ -123,7 +123,7 @@ class Writer:
 
         Args:
             path: As for :meth:`save`.
-            taken: The snapshot.
+            taken: The snapshot of this rank's tensors that is written.
             problem: The exception because of which this rank has no snapshot; None: there was none.
             save: The record of the save.
             asynchronous: As for :meth:`save`.

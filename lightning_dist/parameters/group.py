@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -130,6 +130,13 @@ class ParameterGroup(ABC):
     def numel(self) -> int:
         """Return the number of elements of the whole parameters."""
         return sum(param.numel() for param in self.params)
+
+    def copies(self) -> Iterable[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Return the name, the gathered form and the form that the optimizer sees of each gathered parameter.
+
+        It is empty for a group whose modules hold in a step what the optimizer sees.
+        """
+        return ()
 
     def held(self) -> AbstractContextManager[None]:
         """Return a context in which nothing frees the gathered parameters, even if the module is moved to a device."""

@@ -330,7 +330,7 @@ def copy_of(module: nn.Module, shared: Iterable[Any] = ()) -> nn.Module:
     """Return a deep copy of ``module``, which shares what Python cannot copy with it, such as locks and open files.
 
     Args:
-        module: The module.
+        module: The module that is tried.
         shared: What else the copy shares with it, such as parameters.
     """
     values = (value for part in module.modules() for value in vars(part).values())

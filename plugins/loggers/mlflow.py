@@ -315,7 +315,7 @@ class MLflowLogger(MLFlowLogger):
 
         Args:
             model: The LightningModule, whose Trainer has set up the strategy.
-            input_array: Ignored.
+            input_array: Lightning's example of an input, which is not used.
         """
         trainer = getattr(model, "_trainer", None)
         if trainer is None:

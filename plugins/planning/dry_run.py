@@ -66,7 +66,7 @@ class DryRun:
     With manual optimization, it lasts until each optimizer has made a step.
 
     Args:
-        rank: The rank.
+        rank: Global rank that was simulated.
         resident: Bytes of all tensors when the step begins.
         peak: The largest number of bytes of all tensors in the step.
         work: What the rank computes and sends in forwards and backwards.

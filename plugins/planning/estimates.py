@@ -36,7 +36,7 @@ def base_layouts(layouts: Sequence[Layout], recomputes: bool) -> list[Layout]:
     """Return the layouts whose dry runs tell what ``layouts`` need.
 
     Args:
-        layouts: The layouts.
+        layouts: The layouts that are estimated.
         recomputes: Whether they are also estimated with recomputed activations.
     """
     used = [layout for axis, layout in _OF_AXIS.items() if any(one.sizes[axis] > 1 for one in layouts)]
@@ -201,8 +201,8 @@ class Estimates:
         """Return the seconds of messages over each axis, from the dry run that has this axis.
 
         Args:
-            layout: The layout.
-            bases: The dry runs.
+            layout: The layout that is estimated.
+            bases: The dry runs, each with one axis of the layout.
             where: What is known of the devices.
             batches: Size of a rank's batch in relation to that of the dry runs, to which messages with activations are
                 proportional.

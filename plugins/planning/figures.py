@@ -212,7 +212,7 @@ class Links:
         """Return the seconds of a collective, or of a message between two ranks.
 
         Args:
-            message: The message.
+            message: What is sent, with its kind and its bytes.
             num_ranks: Number of ranks of its group.
             num_nodes: Number of nodes that they are on.
         """

@@ -130,7 +130,7 @@ class _Running:
 
     Args:
         index: Index of its function.
-        process: The process.
+        process: The process that runs the function.
         context: The context in which it was started.
     """
 

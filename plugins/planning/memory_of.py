@@ -17,7 +17,7 @@ def parse_memory(text: str, argument: str) -> int:
     """Return the number of bytes that a size such as ``"80GiB"`` stands for.
 
     Args:
-        text: The size.
+        text: The size, with its unit.
         argument: Name of the argument that has it, for the error.
 
     Raises:
@@ -33,7 +33,7 @@ def memory_of(device: torch.device, num_ranks: int) -> int:
     """Return the bytes of memory of a rank's device.
 
     Args:
-        device: The device.
+        device: The device of a rank of this node.
         num_ranks: Number of ranks of this node, which share its memory on the CPU.
     """
     _, total = device_memory(device)

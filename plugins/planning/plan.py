@@ -41,7 +41,7 @@ def plan(
 
     Args:
         make: Function that makes what is trained; it is called in forked processes.
-        layouts: The layouts.
+        layouts: The layouts among which to choose.
         memory: Bytes of the memory of a device; None: it has no limit.
         backend: Backend over which the ranks would communicate, ``"gloo"`` or ``"nccl"``.
         where: Function that returns the speed of the devices, given the operations of all layouts, which it may
@@ -81,7 +81,7 @@ def predict(
 
     Args:
         make: As for :func:`plan`, like the others.
-        layout: The layout.
+        layout: The layout whose needs are predicted.
         backend: Backend over which the ranks would communicate.
         where: Function that returns the speed of the devices; None: the time is not predicted.
         num_devices: Number of devices of a node.

@@ -26,7 +26,7 @@ class Planned:
     """Hold what a layout needs.
 
     Args:
-        layout: The layout.
+        layout: The layout to which the figures belong.
         resident: Bytes of a rank's tensors between two steps, on the rank that needs the most in a step; None: they are
             unknown, because the layout cannot be used.
         peak: The largest number of bytes of a rank's tensors in a step, on any rank; None: as for ``resident``.
@@ -58,7 +58,7 @@ class Planned:
         """Return the prediction for a layout.
 
         Args:
-            layout: The layout.
+            layout: The layout that the dry runs had.
             runs: The dry run of a rank of each stage of its pipeline.
             where: What is known of the devices; None: no time is predicted.
         """
@@ -110,7 +110,7 @@ class Planned:
 
         Args:
             found: The prediction of the similar layout by dry runs of its own.
-            estimated: Its estimate.
+            estimated: The estimate of that similar layout.
         """
         if self.peak is None or not found.peak or not estimated.peak:
             return self

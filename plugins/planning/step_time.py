@@ -87,7 +87,7 @@ def predict_step_time(layout: Layout, runs: Sequence[DryRun], where: Where) -> S
     """Return the time of a step, which the slowest stage of a pipeline determines.
 
     Args:
-        layout: The layout.
+        layout: The layout that the dry runs had.
         runs: The dry run of a rank of each stage, or of some of them.
         where: What is known of the devices.
     """
@@ -158,7 +158,7 @@ def step_time(layout: Layout, busy: Busy, sent: Mapping[str, float], where: Wher
     ranks for a core, and waiting costs only as far as it leaves cores without work.
 
     Args:
-        layout: The layout.
+        layout: The layout of the ranks.
         busy: The seconds for which the rank works.
         sent: The seconds of its messages, by the axes over which they are sent.
         where: What is known of the devices.

@@ -57,7 +57,7 @@ class _Measured:
     """Measure operations on the device of this machine, each once.
 
     Args:
-        here: The device.
+        here: The device on which operations are measured.
         num_devices: Number of devices of a node.
         links: The speed of links.
     """

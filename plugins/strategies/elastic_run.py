@@ -43,7 +43,7 @@ class ElasticRun:
     """Take part in a run whose replicas leave and join; do nothing in any other run.
 
     Args:
-        host: The strategy.
+        host: The strategy of the run.
         checkpoints: Object that makes the state that another replica is given, and loads it.
     """
 

@@ -54,7 +54,7 @@ class RunCheckpoints:
     """Save and load the checkpoints of a strategy's runs.
 
     Args:
-        host: The strategy.
+        host: The strategy whose runs these are.
         options: Options for saving and loading.
         checkpoints: Object that writes and removes checkpoints.
         owners: Object that knows which rank has the states of optimizers.
@@ -150,7 +150,7 @@ class RunCheckpoints:
         """Save the checkpoint as a directory to which every rank writes its part; in a fit, in the background.
 
         Args:
-            checkpoint: Lightning's checkpoint.
+            checkpoint: Lightning's checkpoint: weights, states of optimizers and loops, and what callbacks add.
             filepath: Path or URL of the directory.
             parts: For each rank, the index of the part of a batch that it has.
             settings: How the run trains.

@@ -25,7 +25,7 @@ class MyModule(L.LightningModule):
     Args:
         width: Number of features inside of the network.
         num_blocks: Number of blocks.
-        lr: Learning rate.
+        lr: Learning rate of the optimizer.
     """
 
     def __init__(self, width: int = 128, num_blocks: int = 4, lr: float = 1e-3) -> None:

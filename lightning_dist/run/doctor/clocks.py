@@ -42,7 +42,7 @@ def check_clocks(examination: Examination, clock: Callable[[], int] = time.time_
     the messages took. The exchange with the least of it counts (Mills et al., RFC 5905, sections 8 and 10).
 
     Args:
-        examination: The ranks.
+        examination: The ranks whose clocks are compared, and their collectives.
         clock: Function that returns this rank's time in nanoseconds since the epoch.
     """
     ranks = examination.ranks

@@ -95,7 +95,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
     """Return the bytes that a copy in the device's memory reads and writes per second.
 
     Args:
-        device: The device.
+        device: A device of this process.
         num_bytes: Bytes that are copied; None: so many that no cache holds them.
     """
     num_bytes = num_bytes or (_COPIED_BYTES if device.type == "cpu" else _COPIED_BYTES_OF_ACCELERATOR)

@@ -95,7 +95,7 @@ def judge_environment(of_ranks: list[Environment], ranks: Ranks) -> list[Finding
 
     Args:
         of_ranks: The environments of the ranks.
-        ranks: The ranks.
+        ranks: The ranks, and the hosts that they are on.
     """
     findings = [*_different(of_ranks, ranks), *_dangerous(of_ranks, ranks), *_missing_interfaces(of_ranks, ranks)]
     if not findings:
@@ -163,7 +163,7 @@ def missing_interface(variable: str, own: Environment) -> str | None:
     Args:
         variable: ``"NCCL_SOCKET_IFNAME"``, in which a name is the beginning of one unless ``=`` is before the list, and
             ``^`` excludes names; or ``"GLOO_SOCKET_IFNAME"``, whose names are whole.
-        own: The environment.
+        own: The environment of the rank, with its variables and the interfaces of its host.
     """
     value = own.variables.get(variable, "")
     if not value or value.startswith("^"):

@@ -18,7 +18,7 @@ class Finding:
 
     Args:
         name: What was checked, such as ``"clocks"``.
-        status: The verdict.
+        status: Whether the check has passed, warns, or has failed.
         seen: Sentences that say what was measured or read, and what it means.
         advice: Sentences that say what to do; empty if there is nothing to do.
     """

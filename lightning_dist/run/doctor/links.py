@@ -121,7 +121,7 @@ def judge_pairs(
 
     Args:
         links: Figures of links of one scope.
-        ranks: The ranks.
+        ranks: The ranks, and the hosts that they are on.
         kinds: Kinds of the links of pairs, as far as they are known.
     """
     by_kind: dict[str | None, list[LinkFigures]] = defaultdict(list)
@@ -172,7 +172,7 @@ def judge_speed(
 
     Args:
         links: Figures of all links.
-        ranks: The ranks.
+        ranks: The ranks, and the hosts that they are on.
         speeds: For each rank, the bits per second of its adapter; None: unknown.
         backend: Backend of the process group.
     """

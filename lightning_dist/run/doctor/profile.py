@@ -49,7 +49,7 @@ class DeviceFigures:
     """Hold what was measured of the device of one rank.
 
     Args:
-        rank: Global rank.
+        rank: Global rank that uses the device.
         host: Name of its host.
         name: Name of the device, such as ``"NVIDIA H100 80GB HBM3"``.
         memory_bytes: Size of its memory.

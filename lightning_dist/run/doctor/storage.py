@@ -207,7 +207,7 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
     """Return the type of the file system of a folder, such as ``"ext4"``; empty: unknown.
 
     Args:
-        folder: The folder.
+        folder: Path of the folder.
         mounts: File in which the kernel lists the mounts, as proc(5) describes it.
     """
     found, longest = "", -1

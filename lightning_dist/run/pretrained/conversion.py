@@ -58,7 +58,7 @@ def reverted(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights of a model by the names that ``save_pretrained`` gives them in files.
 
     Args:
-        model: The model.
+        model: The model of Hugging Face to which the weights belong.
         weights: Weights by their names in the module; all those of a layer, because several can make one in the files.
     """
     try:

@@ -89,8 +89,8 @@ class WorkMeter:
         """Count an operation.
 
         Args:
-            func: The operation.
-            args: Its arguments.
+            func: The operation of torch that has run.
+            args: Its positional arguments.
             kwargs: Its keyword arguments.
             result: What it has returned.
         """

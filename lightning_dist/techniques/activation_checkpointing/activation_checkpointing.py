@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
-from lightning_dist._compat import own_parameters, tree_map
+from lightning_dist._compat import tree_map
 from lightning_dist.model.units import Unit
-from lightning_dist.parameters.on_use import GatheredOnUse
+from lightning_dist.parameters.reruns import with_same_requires_grad
 from lightning_dist.techniques.activation_checkpointing.block_state import BlockState
 from lightning_dist.techniques.activation_checkpointing.copies import Copies
 from lightning_dist.techniques.activation_checkpointing.mode import CheckpointingMode
 from lightning_dist.techniques.activation_checkpointing.offload import offload
 from lightning_dist.techniques.activation_checkpointing.saved_operations import selective_contexts
-from lightning_dist.techniques.protocol import Parallel, ParameterForms, Rows, Technique, bound
+from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound, others_of
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -54,7 +54,7 @@ class ActivationCheckpointing(Technique):
     def attach(self, parallel: Parallel) -> None:
         """Collect the contexts that other techniques need around a block that runs again."""
         self._around_rerun = bound(parallel.techniques, Technique.around_rerun)
-        self._is_form = bound(parallel.techniques, ParameterForms.is_form_of_parameter)
+        self._parallel = parallel
 
     def prepare_unit(self, unit: Unit) -> None:
         """Replace the forwards of those of the unit's modules that are chosen blocks."""
@@ -65,21 +65,9 @@ class ActivationCheckpointing(Technique):
                 offload(block, self._copies)
                 continue
             around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
+            around += [BlockState(block).begin, partial(with_same_requires_grad, block)]
             contexts = selective_contexts if self._mode.kind == "selective" else noop_context_fn
-            _recompute(block, [*around, BlockState(block).begin], contexts, partial(self._has_other_parameters, block))
-
-    def _has_other_parameters(self, block: nn.Module) -> bool:
-        """Return whether the step has put tensors of its own in the place of parameters of ``block``.
-
-        ``torch.func.functional_call`` does so for one forward; a rerun in the backward would compute with others.
-        """
-        return any(
-            not isinstance(held, nn.Parameter | GatheredOnUse)
-            and not any(is_form(module, key, held) for is_form in self._is_form)
-            for module in block.modules()
-            for key, held in own_parameters(module).items()
-            if held is not None
-        )
+            _recompute(block, around, contexts, others_of(block, self._parallel).are_there)
 
     def table_rows(self) -> Rows:
         """Return a row that says what is computed again, or where it is kept."""

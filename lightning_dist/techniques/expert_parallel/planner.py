@@ -155,7 +155,7 @@ def _refuse_left(
     """Raise an error if experts that must be distributed cannot be.
 
     Args:
-        root: The model.
+        root: The model that has the experts.
         forms: As for :class:`ExpertPlan`.
         left: Why the experts of other modules cannot be distributed, by the full name of the module.
         styles: As for :func:`find_expert_plan`.

@@ -34,6 +34,7 @@ from lightning_dist.techniques.protocol.points import (
     bound,
     find_gradient_reducer,
     find_shard_memory,
+    others_of,
 )
 from lightning_dist.techniques.protocol.roles import (
     ParameterForms,
@@ -61,4 +62,5 @@ __all__ = [
     "bound",
     "find_gradient_reducer",
     "find_shard_memory",
+    "others_of",
 ]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
+from torch import nn
+
 from lightning_dist.parameters.gradient_reducer import GradientReducer
+from lightning_dist.parameters.reruns import OtherParameters
 from lightning_dist.parameters.shard_memory import ShardMemory
 from lightning_dist.techniques.protocol.roles import (
     ParameterForms,
@@ -14,9 +17,9 @@ from lightning_dist.techniques.protocol.roles import (
     SavedState,
     TokenSplits,
 )
-from lightning_dist.techniques.protocol.technique import Technique
+from lightning_dist.techniques.protocol.technique import Parallel, Technique
 
-__all__ = ["INSIDE_OUT", "Points", "bound", "find_gradient_reducer", "find_shard_memory"]
+__all__ = ["INSIDE_OUT", "Points", "bound", "find_gradient_reducer", "find_shard_memory", "others_of"]
 
 _Technique = TypeVar("_Technique", bound=Technique)
 _Arguments = ParamSpec("_Arguments")
@@ -56,6 +59,22 @@ def bound(
     name = point.__name__
     found = [getattr(technique, name) for technique in techniques if getattr(type(technique), name, point) is not point]
     return tuple(reversed(found) if name in INSIDE_OUT else found)
+
+
+def others_of(module: nn.Module, parallel: Parallel) -> OtherParameters:
+    """Return the object that finds tensors which a step puts in the place of parameters of ``module``.
+
+    Args:
+        module: A module of a parallel module.
+        parallel: The parallel module.
+    """
+    forms = bound(parallel.techniques, ParameterForms.is_form_of_parameter)
+    return OtherParameters(
+        parallel.module,
+        module,
+        lambda: parallel.groups,
+        lambda owner, name, held: any(is_form(owner, name, held) for is_form in forms),
+    )
 
 
 def find_gradient_reducer(techniques: Sequence[Technique]) -> GradientReducer | None:

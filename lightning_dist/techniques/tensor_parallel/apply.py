@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -197,15 +197,19 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
         self._check_replaced(module)
         self._swap(module, self._in_forward)
         held: dict[str, Tensor] = {}
-        for key in self._own_keys[module]:
-            stand_in = _compat.own_parameters(module).get(key)
-            if isinstance(stand_in, GatheredOnUse):
-                held[key] = stand_in
-                part = stand_in.part("tp")
+        for key in sorted(self._own_keys[module]):  # All ranks reduce gradients in the same order.
+            param = _compat.own_parameters(module).get(key)
+            if isinstance(param, GatheredOnUse):
+                held[key] = param
+                part = param.part("tp")
                 if self._has_partial_grad(module, key):
                     part = autograd_collectives.copy_to(part, self._group)
                 own = self._placements.slice_functions.get((module, key))
                 _compat.put_parameter(module, key, part if own is None else own(part))
+            elif _is_scalar(param) and self._has_partial_grad(module, key):
+                held[key] = param
+                self._installed[module, key] = autograd_collectives.copy_to(param, self._group)
+                _compat.put_parameter(module, key, self._installed[module, key])
         module.__dict__["_tensor_parallel_held"] = held
 
     def _check_replaced(self, module: nn.Module) -> None:
@@ -215,7 +219,8 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
             PlanError: If the step has put another tensor in the place of a parameter.
         """
         for key in sorted(self._own_keys.get(module, ())):
-            if self.is_form_of_parameter(module, key, _compat.own_parameters(module).get(key)):
+            held = _compat.own_parameters(module).get(key)
+            if _is_scalar(held) or self.is_form_of_parameter(module, key, held):
                 continue
             name = next(name for name, found in self._root.named_modules() if found is module)
             raise PlanError(
@@ -406,6 +411,11 @@ class TensorParallel(ParameterRules, ParameterForms, TokenSplits):
 
 _WHOLE_UNITS = ("scalars", "experts")
 """Kinds of units whose parameters other techniques distribute."""
+
+
+def _is_scalar(param: Tensor | None) -> TypeGuard[nn.Parameter]:
+    """Return whether ``param`` is a parameter without dimensions, which is whole on every rank."""
+    return isinstance(param, nn.Parameter) and not param.ndim
 
 
 def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:

@@ -107,8 +107,8 @@ def attend(
         random: Object that lets ranks draw different random numbers for dropout; None: the model draws none.
         query: Queries, whose shape and those of the other arguments are as for the module's own forward. All arguments
             are the same on all ranks.
-        key: Keys.
-        value: Values.
+        key: Keys, laid out as the queries are.
+        value: Values, one for each key.
         key_padding_mask: Mask of the keys of each sample, which hides keys where it is True.
         need_weights: Whether to return the weights of attention.
         attn_mask: Mask of queries and keys, which hides keys where it is True, or is added to the scores.

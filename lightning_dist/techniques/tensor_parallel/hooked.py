@@ -69,7 +69,7 @@ def modules_that_see_parts(
     """Find the modules that are given or return only a rank's part of the features or of the tokens.
 
     Args:
-        root: The model.
+        root: The model that the plan splits.
         entries: The entries of the plan, by full module name.
         sequence: Where hidden states are split along the sequence; None: nowhere.
         split_logits: Full names of the layers whose output stays split along the vocabulary.

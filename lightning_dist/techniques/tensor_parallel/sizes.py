@@ -131,7 +131,7 @@ def _numbers(module: nn.Module, has_configurations: bool) -> Iterator[tuple[str,
     """Yield the integers above 1 among the attributes of a module.
 
     Args:
-        module: The module.
+        module: The module whose attributes are read.
         has_configurations: Whether to yield those of its configurations as well.
 
     Yields:

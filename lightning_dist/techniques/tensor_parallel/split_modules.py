@@ -214,7 +214,7 @@ class SplitModules:
         """Let a module hold this rank's parts of its parameters in its forward.
 
         Args:
-            module: The module.
+            module: The module that holds parts of its parameters.
             before: Function to call before the forward.
             after: Function to call after the forward.
         """
@@ -243,7 +243,7 @@ class SplitModules:
         """Let a module whose input and output are whole run ``forward``, so that hooks on it see nothing else.
 
         Args:
-            module: The module.
+            module: The module whose forward is replaced on the instance.
             forward: Function that takes the arguments of the module's own forward.
             owners: The modules that hold this rank's parts of their parameters meanwhile.
         """

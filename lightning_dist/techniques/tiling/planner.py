@@ -165,7 +165,7 @@ class _Finder:
 
             def attempt(size: int) -> tuple[int, str]:
                 copied = trial.copy_of_block()
-                copied.forward = tiled(copied.forward, size)
+                copied.forward = tiled(copied, size)
                 return size, trial.compare(copied, dict(copied.named_parameters()))
 
             return first_that_fits([-(-given.size(TOKENS) // 2)], attempt)[1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_dist._compat import without_memory
@@ -37,6 +37,7 @@ class Head:
         compute: Function that computes the logits of hidden states of some tokens.
         num_classes: Number of features of the logits.
         size: Number of tokens of a tile.
+        module: The module that computes them, whose parameters ``compute`` uses.
         on_use: Function that is called when values are computed, with the name of the function that needs them, and
             whether it is computed tile by tile.
     """
@@ -45,6 +46,7 @@ class Head:
     compute: Callable[[Tensor], Tensor]
     num_classes: int
     size: int
+    module: nn.Module
     on_use: Callable[[str, bool], None]
 
     def then(self, function: Callable[[Tensor], Tensor]) -> Head:
@@ -247,7 +249,7 @@ def _cross_entropy(func: Any, logits: TiledLogits, args: Any, kwargs: Any) -> Te
         return losses.view(target.shape) if reduction == "none" else losses
 
     found = [
-        on_tile(loss, head.hidden.narrow(TOKENS, *tile), targets.narrow(-1, *tile).contiguous())
+        on_tile(head.module, loss, head.hidden.narrow(TOKENS, *tile), targets.narrow(-1, *tile).contiguous())
         for tile in head.tiles()
     ]
     if reduction == "none":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dist._compat import tree_leaves, tree_map
+from lightning_dist.parameters.reruns import with_same_requires_grad
 
 __all__ = ["inside_of", "on_tile", "ranges", "tiled"]
 
@@ -18,14 +19,25 @@ TOKENS = -2
 """The dimension of the tokens in the input and in the output of a module that is tiled."""
 
 
-def on_tile(function: Callable[..., Any], *args: Any) -> Any:
+def on_tile(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function``; if gradients are needed, keep only ``args``, and call it again in the backward.
 
-    Random numbers, autocast and the results are the same in both calls.
+    Random numbers, autocast, the parameters that require gradients, and the results are the same in both calls.
+
+    Args:
+        module: The module with which ``function`` computes.
+        function: Function of ``args``.
+        args: Tensors, and other values.
     """
-    if torch.is_grad_enabled():
-        return checkpoint(function, *args, use_reentrant=False)
-    return function(*args)
+    if not torch.is_grad_enabled():
+        return function(*args)
+    same_requires_grad = with_same_requires_grad(module)
+
+    def run(*args: Any) -> Any:
+        with same_requires_grad():
+            return function(*args)
+
+    return checkpoint(run, *args, use_reentrant=False)
 
 
 def inside_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -39,30 +51,31 @@ def ranges(length: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(size, length - start)
 
 
-def tiled(
-    forward: Callable[..., Tensor], size: int, must_be_whole: Callable[[], bool] = lambda: False
-) -> Callable[..., Tensor]:
-    """Return a function that computes what ``forward`` does, tile by tile.
+def tiled(module: nn.Module, size: int, must_be_whole: Callable[[], bool] = lambda: False) -> Callable[..., Tensor]:
+    """Return a function that computes what the forward of ``module`` does, tile by tile.
 
     Args:
-        forward: Forward of a module that computes token by token, with one tensor among its arguments, of shape
+        module: A module that computes token by token, with one tensor among its arguments, of shape
             ``(..., tokens, features)``.
         size: Number of tokens of a tile.
         must_be_whole: Function that returns whether a call must compute all tokens at once.
     """
+    forward = module.forward
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Tensor:
         (given,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if given.size(TOKENS) <= size or must_be_whole():
-            return forward(*args, **kwargs)
+            whole: Tensor = forward(*args, **kwargs)
+            return whole
 
         def compute(tile: Tensor) -> Tensor:
             own = tile.contiguous()  # Modules may take views of their input.
             some_args, some_kwargs = tree_map(lambda leaf: own if leaf is given else leaf, (args, kwargs))
-            return forward(*some_args, **some_kwargs)
+            part: Tensor = forward(*some_args, **some_kwargs)
+            return part
 
         tiles = ranges(given.size(TOKENS), size)
-        return torch.cat([on_tile(compute, given.narrow(TOKENS, *tile)) for tile in tiles], TOKENS)
+        return torch.cat([on_tile(module, compute, given.narrow(TOKENS, *tile)) for tile in tiles], TOKENS)
 
     return run

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_dist._compat import ForeignHooks, tree_leaves
 from lightning_dist.mesh.split_tensor import whole_values
 from lightning_dist.model.units import Unit
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique
+from lightning_dist.parameters.reruns import OtherParameters
+from lightning_dist.techniques.protocol import Parallel, Rows, Technique, others_of
 from lightning_dist.techniques.tiling.plan import TilingError, TilingPlan
 from lightning_dist.techniques.tiling.tiled_logits import Head, TiledLogits
 from lightning_dist.techniques.tiling.tiles import TOKENS, inside_of, tiled
@@ -40,8 +41,8 @@ class Tiling(Technique):
         self._num_deferred = 0
 
     def attach(self, parallel: Parallel) -> None:
-        """Keep the module."""
-        self._module = parallel.module
+        """Keep the module, and the object that knows its parameters."""
+        self._module, self._parallel = parallel.module, parallel
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Let the units of heads stay gathered for the whole step, because logits are computed after their forwards."""
@@ -61,13 +62,18 @@ class Tiling(Technique):
         for block in unit.modules:
             for module in block.modules():
                 if id(module) in names:
-                    module.forward = tiled(module.forward, self.mlp, self._looks_for_hooks(module))
+                    module.forward = tiled(module, self.mlp, self._must_mlp_be_whole(module))
 
-    def _looks_for_hooks(self, module: nn.Module) -> Callable[[], bool]:
+    def _must_mlp_be_whole(self, module: nn.Module) -> Callable[[], bool]:
         """Return a function that looks for hooks inside of ``module``, which would be called for each tile."""
         hooks = ForeignHooks(dict(inside_of(module)))
         effect = f"{type(module).__name__}, which computes all tokens at once from now on, so that the hook sees them"
-        return partial(self._has_hooks, hooks, f"tiled_mlp={self.mlp}", f"in a {effect}")
+        others = others_of(module, self._parallel)
+        return partial(self._must_be_whole, others, hooks, f"tiled_mlp={self.mlp}", f"in a {effect}")
+
+    def _must_be_whole(self, others: OtherParameters, hooks: ForeignHooks, argument: str, effect: str) -> bool:
+        """Return whether hooks must see all tokens, or the step computes with other tensors than the parameters."""
+        return self._has_hooks(hooks, argument, effect) or others.are_there()
 
     def _has_hooks(self, hooks: ForeignHooks, argument: str, effect: str) -> bool:
         found = hooks.find()
@@ -84,8 +90,9 @@ class Tiling(Technique):
         for name in self.plan.heads if self.loss is not None else ():
             head = self._module.get_submodule(name)
             effect = "whose logits are computed whole from now on, so that the hook sees them"
-            has_hooks = partial(self._has_hooks, ForeignHooks({name: head}), f"tiled_loss={self.loss}", effect)
-            _defer(head, self.loss or 1, has_hooks, self._on_use, self._on_defer)
+            others, hooks = others_of(head, self._parallel), ForeignHooks({name: head})
+            must_be_whole = partial(self._must_be_whole, others, hooks, f"tiled_loss={self.loss}", effect)
+            _defer(head, self.loss or 1, must_be_whole, self._on_use, self._on_defer)
 
     def _on_use(self, function: str, is_tiled: bool) -> None:
         is_new = function not in self._uses
@@ -134,7 +141,7 @@ class Tiling(Technique):
 def _defer(
     head: nn.Module,
     size: int,
-    has_hooks: Callable[[], bool],
+    must_be_whole: Callable[[], bool],
     on_use: Callable[[str, bool], None],
     on_defer: Callable[[], None],
 ) -> None:
@@ -143,7 +150,8 @@ def _defer(
     Args:
         head: A module that computes token by token, with one tensor among its arguments.
         size: Number of tokens of a tile.
-        has_hooks: Function that returns whether a user's hook is on ``head``, which must see all logits.
+        must_be_whole: Function that returns whether a call of ``head`` must compute all logits at once: a user's hook
+            sees them, or the head has other tensors than its parameters for this call only.
         on_use: Function that :class:`~lightning_dist.techniques.tiling.tiled_logits.Head` calls when the logits are
             used.
         on_defer: Function that is called when logits are deferred.
@@ -154,7 +162,7 @@ def _defer(
     def placeholder(*args: Any, **kwargs: Any) -> Tensor:
         pending.clear()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if len(given) != 1 or given[0].ndim < 2 or given[0].size(TOKENS) <= size or has_hooks():
+        if len(given) != 1 or given[0].ndim < 2 or given[0].size(TOKENS) <= size or must_be_whole():
             result: Tensor = forward(*args, **kwargs)
             return result
         # Hooks of the sharding, which wait for the gradient of the output, get a tensor that has one.
@@ -176,7 +184,7 @@ def _defer(
         with torch.no_grad():
             some = forward(hidden.narrow(TOKENS, 0, 1))
         on_defer()
-        return TiledLogits(Head(hidden, forward, some.size(-1), size, on_use), some.dtype)
+        return TiledLogits(Head(hidden, forward, some.size(-1), size, module, on_use), some.dtype)
 
     head.forward = placeholder
     head.register_forward_hook(wrap)

@@ -78,7 +78,7 @@ def iterators_rewound(root: nn.Module, on_next: Callable[[str], None]) -> Iterat
     Iterators in lists and dictionaries are found as well; those that only other objects hold are not.
 
     Args:
-        root: The module.
+        root: The module whose step is traced.
         on_next: Function that is called with the attribute's name whenever the step takes an item.
     """
     watched: list[tuple[Any, Any, _Watched]] = []
