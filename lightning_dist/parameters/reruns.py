@@ -1,18 +1,17 @@
-"""Let a part of a module run again in the backward with the parameters that its forward had."""
+"""Find tensors that a step has put in the place of parameters for one forward, which a rerun would not have."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from lightning_dist._compat import own_parameters
+from lightning_dist.model.reruns import held_parameters
 from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.parameters.on_use import GatheredOnUse
 
-__all__ = ["OtherParameters", "with_same_requires_grad"]
+__all__ = ["OtherParameters"]
 
 
 class OtherParameters:
@@ -39,14 +38,14 @@ class OtherParameters:
         names: dict[int, set[str]] = {}
         for name, param in root.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), set()).add(name)
-        self._names = {place: names.get(id(param), set()) for place, param in _held(module)}
+        self._names = {place: names.get(id(param), set()) for place, param in held_parameters(module)}
         """The full names of the parameter in each place, of which it has several if it is tied."""
         self._known: dict[tuple[nn.Module, str], weakref.ref[Tensor]] = {}
         """The parameter, or its gathered form, that was last found in each place."""
 
     def are_there(self) -> bool:
         """Return whether there are any now."""
-        return any(self._is_other(place, param) for place, param in _held(self._module))
+        return any(self._is_other(place, param) for place, param in held_parameters(self._module))
 
     def _is_other(self, place: tuple[nn.Module, str], held: Tensor) -> bool:
         known = self._known.get(place)
@@ -71,44 +70,3 @@ class OtherParameters:
                 if held is param:
                     return name
         return ""
-
-
-def _held(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
-    """Yield what ``module`` and its submodules hold as parameters, by the module that holds it and its name in it."""
-    for owner in module.modules():
-        for name, param in own_parameters(owner).items():
-            if param is not None:
-                yield (owner, name), param
-
-
-def with_same_requires_grad(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that returns contexts: the first one for a forward of ``module``, the others for its reruns.
-
-    A rerun computes gradients for those parameters for which the forward did, also if the step has frozen some of them
-    in between: torch compares how many tensors both have saved for the backward.
-
-    Args:
-        module: A module, whose submodules count as well.
-    """
-    required: dict[tuple[nn.Module, str], bool] = {}
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        if not required:
-            required.update({place: param.requires_grad for place, param in _held(module)})
-            yield
-            return
-        changed = [
-            param
-            for place, param in _held(module)
-            if param.is_leaf and param.requires_grad != required.get(place, True)
-        ]
-        try:
-            for param in changed:
-                param.requires_grad_(not param.requires_grad)
-            yield
-        finally:
-            for param in changed:
-                param.requires_grad_(not param.requires_grad)
-
-    return context

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_dist.model.reruns import StateOfForward
 from lightning_dist.techniques.tiling import TilingOptions
 from lightning_dist.techniques.tiling.tiled_logits import Head, TiledLogits
 
@@ -31,7 +32,7 @@ class Setting:
     def logits(self, is_tiled: bool) -> Tensor:
         if not is_tiled:
             return self.head(self.hidden)
-        head = Head(self.hidden, self.head, CLASSES, TILE, self.head, self.used.__setitem__)
+        head = Head(self.hidden, self.head, CLASSES, TILE, StateOfForward(self.head), self.used.__setitem__)
         return TiledLogits(head, torch.float64)
 
     def results(self, loss: Callable[[Tensor, Tensor], Tensor], is_tiled: bool) -> list[Tensor]:

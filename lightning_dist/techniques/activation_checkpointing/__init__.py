@@ -4,6 +4,7 @@
 - ``mode``: Says what is kept, as the strategies' argument ``activation_checkpointing`` chooses.
 - ``activation_checkpointing``: Implements the technique.
 - ``block_state``: Lets a block run again with the buffers and random numbers of its forward.
+- ``block_containers``: Undoes what a forward has changed in lists and other containers.
 - ``saved_operations``: Chooses the results that ``selective`` keeps.
 - ``offload``: Keeps activations in the memory of the CPU.
 """

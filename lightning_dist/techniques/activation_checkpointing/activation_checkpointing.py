@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from lightning_dist._compat import tree_map
+from lightning_dist.model.reruns import StateOfForward
 from lightning_dist.model.units import Unit
-from lightning_dist.parameters.reruns import with_same_requires_grad
 from lightning_dist.techniques.activation_checkpointing.block_state import BlockState
 from lightning_dist.techniques.activation_checkpointing.copies import Copies
 from lightning_dist.techniques.activation_checkpointing.mode import CheckpointingMode
@@ -65,7 +65,7 @@ class ActivationCheckpointing(Technique):
                 offload(block, self._copies)
                 continue
             around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
-            around += [BlockState(block).begin, partial(with_same_requires_grad, block)]
+            around += [StateOfForward(block).begin, BlockState(block).begin]
             contexts = selective_contexts if self._mode.kind == "selective" else noop_context_fn
             _recompute(block, around, contexts, others_of(block, self._parallel).are_there)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dist._compat import tree_leaves, tree_map
-from lightning_dist.parameters.reruns import with_same_requires_grad
+from lightning_dist.model.reruns import StateOfForward
 
 __all__ = ["inside_of", "on_tile", "ranges", "tiled"]
 
@@ -19,22 +19,22 @@ TOKENS = -2
 """The dimension of the tokens in the input and in the output of a module that is tiled."""
 
 
-def on_tile(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+def on_tile(state: StateOfForward, function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function``; if gradients are needed, keep only ``args``, and call it again in the backward.
 
-    Random numbers, autocast, the parameters that require gradients, and the results are the same in both calls.
+    Random numbers, autocast, what the module holds, and the results are the same in both calls.
 
     Args:
-        module: The module with which ``function`` computes.
+        state: Object that lets the module with which ``function`` computes have the same state in both calls.
         function: Function of ``args``.
         args: Tensors, and other values.
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    same_requires_grad = with_same_requires_grad(module)
+    same_state = state.begin()
 
     def run(*args: Any) -> Any:
-        with same_requires_grad():
+        with same_state():
             return function(*args)
 
     return checkpoint(run, *args, use_reentrant=False)
@@ -60,7 +60,7 @@ def tiled(module: nn.Module, size: int, must_be_whole: Callable[[], bool] = lamb
         size: Number of tokens of a tile.
         must_be_whole: Function that returns whether a call must compute all tokens at once.
     """
-    forward = module.forward
+    forward, state = module.forward, StateOfForward(module)
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -76,6 +76,6 @@ def tiled(module: nn.Module, size: int, must_be_whole: Callable[[], bool] = lamb
             return part
 
         tiles = ranges(given.size(TOKENS), size)
-        return torch.cat([on_tile(module, compute, given.narrow(TOKENS, *tile)) for tile in tiles], TOKENS)
+        return torch.cat([on_tile(state, compute, given.narrow(TOKENS, *tile)) for tile in tiles], TOKENS)
 
     return run

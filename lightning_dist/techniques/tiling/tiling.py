@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist._compat import ForeignHooks, tree_leaves
 from lightning_dist.mesh.split_tensor import whole_values
+from lightning_dist.model.reruns import StateOfForward
 from lightning_dist.model.units import Unit
 from lightning_dist.parameters.reruns import OtherParameters
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique, others_of
@@ -156,7 +157,7 @@ def _defer(
             used.
         on_defer: Function that is called when logits are deferred.
     """
-    forward = head.forward
+    forward, state = head.forward, StateOfForward(head)
     pending: list[Tensor] = []
 
     def placeholder(*args: Any, **kwargs: Any) -> Tensor:
@@ -184,7 +185,7 @@ def _defer(
         with torch.no_grad():
             some = forward(hidden.narrow(TOKENS, 0, 1))
         on_defer()
-        return TiledLogits(Head(hidden, forward, some.size(-1), size, module, on_use), some.dtype)
+        return TiledLogits(Head(hidden, forward, some.size(-1), size, state, on_use), some.dtype)
 
     head.forward = placeholder
     head.register_forward_hook(wrap)

@@ -229,6 +229,89 @@ def frozen_before_backward(run: Run) -> None:
     run.fit(Freezes())
 
 
+class _Settings(nn.Module):
+    """Compute an MLP with a gain and a mask that the step sets, and with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(N, 2 * N), nn.Dropout(0.5), nn.Linear(2 * N, N)
+        self.gain = 1.0
+        self.register_buffer("mask", torch.ones(2 * N))
+        self.register_buffer("shift", torch.zeros(2 * N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.gelu(self.up(x) * self.gain + self.shift) * self.mask
+        return x + self.down(self.dropout(hidden))
+
+
+class _Set(Classifier):
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.net = nn.Sequential(nn.Linear(N, N), *[_Settings() for _ in range(4)])
+
+    def set_all(self, gain: float) -> None:
+        for block in self.net[1:]:
+            block.gain = gain
+            if self.in_place:
+                block.shift.fill_(gain)
+            else:
+                block.mask = torch.full((2 * N,), gain, dtype=block.mask.dtype)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.net.eval()
+        self.set_all(0.5)
+        loss = functional.cross_entropy(self(x), y)
+        self.set_all(1.5)
+        loss = loss + functional.cross_entropy(self(x * 0.9), y)
+        self.set_all(1.0)
+        self.net.train()
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
+for _name, _in_place, _how in (("assigned", False, "assigns"), ("in_place", True, "changes in place")):
+
+    def _train_set(run: Run, in_place: bool = _in_place) -> None:
+        run.fit(_Set(in_place), val=True)
+
+    case(
+        f"a step switches to evaluation mode, and sets an attribute and {_how} a buffer of blocks between two forwards",
+        f"settings_{_name}",
+        refused=dict.fromkeys(PIPELINED, TWICE),
+    )(_train_set)
+
+
+@case(
+    "a buffer of blocks that their forwards change in place from the third step on",
+    differs=dict.fromkeys(PIPELINED, "A block changes a buffer for each microbatch of the pipeline."),
+)
+def buffer_that_changes_later(run: Run) -> None:
+    class Later(_Settings):
+        steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                if self.steps >= 2:
+                    self.shift.mul_(0.5).add_(0.1)
+                self.steps += 1
+            return x + self.down(functional.gelu(self.up(x) + self.shift))
+
+    class Model(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(N, N), *[Later() for _ in range(4)])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.02)
+
+    run.fit(Model(), val=True)
+
+
 @case("centers of the classes, which an optimizer of their own moves, by manual optimization")
 def centers(run: Run) -> None:
     class Centers(Classifier):

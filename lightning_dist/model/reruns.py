@@ -1,0 +1,106 @@
+"""Let a module run again in the backward with the state with which a forward of it began."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dist._compat import own_buffers, own_parameters
+
+__all__ = ["StateOfForward", "held_parameters"]
+
+_ABSENT = object()
+
+
+class StateOfForward:
+    """Let reruns of ``module`` find what a forward of it has found, whatever the step has changed in between.
+
+    A step may call ``eval()`` and ``train()``, assign an attribute or a buffer, and freeze parameters between two
+    forwards, or between a forward and its backward. The values themselves are not copied: a change within a tensor or
+    a container is not undone.
+
+    Args:
+        module: The module, whose submodules count as well.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._last: list[dict[str, Any]] = []
+        """What the last forward has found, which the next one shares as far as it is the same."""
+
+    def begin(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that returns contexts: the first one for a forward, the others for its reruns."""
+        found: list[dict[str, Any]] = []
+        requires_grad: dict[tuple[nn.Module, str], bool] = {}
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            if not found:
+                found.extend(self._found())
+                requires_grad.update(
+                    {place: param.requires_grad for module in self._modules for place, param in _own(module)}
+                )
+                yield
+                return
+            now = [dict(values) for values in self._dictionaries()]
+            for values, wanted in zip(self._dictionaries(), found, strict=True):
+                _set(values, wanted)
+            changed = [
+                param
+                for module in self._modules
+                for place, param in _own(module)
+                if param.is_leaf and param.requires_grad != requires_grad.get(place, param.requires_grad)
+            ]
+            for param in changed:
+                param.requires_grad_(not param.requires_grad)
+            try:
+                yield
+            finally:
+                for param in changed:
+                    param.requires_grad_(not param.requires_grad)
+                for values, wanted in zip(self._dictionaries(), now, strict=True):
+                    _set(values, wanted)
+
+        return context
+
+    def _dictionaries(self) -> Iterator[dict[str, Any]]:
+        """Yield the dictionaries in which the modules hold their attributes and their buffers."""
+        for module in self._modules:
+            yield vars(module)
+            yield own_buffers(module)
+
+    def _found(self) -> list[dict[str, Any]]:
+        last = self._last or [{} for _ in self._dictionaries()]
+        self._last = [
+            kept if _is_same(values, kept) else dict(values)
+            for values, kept in zip(self._dictionaries(), last, strict=True)
+        ]
+        return self._last
+
+
+def held_parameters(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+    """Yield what ``module`` and its submodules hold as parameters, by the module that holds it and its name in it."""
+    for owner in module.modules():
+        yield from _own(owner)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+    for name, param in own_parameters(module).items():
+        if param is not None:
+            yield (module, name), param
+
+
+def _is_same(values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    return len(values) == len(others) and all(others.get(key, _ABSENT) is value for key, value in values.items())
+
+
+def _set(values: dict[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Let ``values`` have the items of ``wanted``."""
+    if _is_same(values, wanted):
+        return
+    for key in values.keys() - wanted.keys():
+        del values[key]
+    values.update(wanted)
