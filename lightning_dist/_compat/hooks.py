@@ -26,6 +26,7 @@ __all__ = [
     "give_post_accumulate_hooks",
     "gradient_hooks",
     "has_foreign_hooks",
+    "hooks_around_forward",
     "leave_out_hooks",
     "move_hooks",
     "move_post_accumulate_hook_last",
@@ -59,6 +60,14 @@ def num_forward_hooks(module: nn.Module) -> int:
     Replaced by: a public way to list a module's hooks.
     """
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def hooks_around_forward(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries in which ``module`` holds the hooks before and after its forward, and their options.
+
+    Replaced by: the same as for :func:`num_forward_hooks`.
+    """
+    return [held for name, held in vars(module).items() if "forward" in name and "hooks" in name]
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dist._compat import own_buffers, own_parameters
+from lightning_dist._compat import hooks_around_forward, own_buffers, own_parameters
 
 __all__ = ["StateOfForward", "held_parameters"]
 
@@ -18,9 +18,9 @@ _ABSENT = object()
 class StateOfForward:
     """Let reruns of ``module`` find what a forward of it has found, whatever the step has changed in between.
 
-    A step may call ``eval()`` and ``train()``, assign an attribute or a buffer, and freeze parameters between two
-    forwards, or between a forward and its backward. The values themselves are not copied: a change within a tensor or
-    a container is not undone.
+    A step may call ``eval()`` and ``train()``, assign an attribute or a buffer, freeze parameters, and register or
+    remove hooks between two forwards, or between a forward and its backward. The values themselves are not copied: a
+    change within a tensor or a container is not undone.
 
     Args:
         module: The module, whose submodules count as well.
@@ -28,12 +28,12 @@ class StateOfForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
-        self._last: list[dict[str, Any]] = []
+        self._last: list[dict[Any, Any]] = []
         """What the last forward has found, which the next one shares as far as it is the same."""
 
     def begin(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that returns contexts: the first one for a forward, the others for its reruns."""
-        found: list[dict[str, Any]] = []
+        found: list[dict[Any, Any]] = []
         requires_grad: dict[tuple[nn.Module, str], bool] = {}
 
         @contextmanager
@@ -66,13 +66,14 @@ class StateOfForward:
 
         return context
 
-    def _dictionaries(self) -> Iterator[dict[str, Any]]:
-        """Yield the dictionaries in which the modules hold their attributes and their buffers."""
+    def _dictionaries(self) -> Iterator[dict[Any, Any]]:
+        """Yield the dictionaries in which the modules hold their attributes, their buffers and their hooks."""
         for module in self._modules:
             yield vars(module)
             yield own_buffers(module)
+            yield from hooks_around_forward(module)
 
-    def _found(self) -> list[dict[str, Any]]:
+    def _found(self) -> list[dict[Any, Any]]:
         last = self._last or [{} for _ in self._dictionaries()]
         self._last = [
             kept if _is_same(values, kept) else dict(values)
@@ -93,14 +94,12 @@ def _own(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
             yield (module, name), param
 
 
-def _is_same(values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+def _is_same(values: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
     return len(values) == len(others) and all(others.get(key, _ABSENT) is value for key, value in values.items())
 
 
-def _set(values: dict[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Let ``values`` have the items of ``wanted``."""
-    if _is_same(values, wanted):
-        return
-    for key in values.keys() - wanted.keys():
-        del values[key]
-    values.update(wanted)
+def _set(values: dict[Any, Any], wanted: Mapping[Any, Any]) -> None:
+    """Let ``values`` have the items of ``wanted``, in their order, in which hooks are called."""
+    if not _is_same(values, wanted):
+        values.clear()
+        values.update(wanted)

@@ -1,4 +1,4 @@
-"""Save and restore attributes of modules that a step changes.
+"""Save and restore attributes and hooks of modules that a step changes.
 
 A rank runs the user's step once for each of its stages and microbatches. On every rank, attributes must end up with the
 values that the run on the last stage gives them, so the changes that other runs make to attributes are undone.
@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dist.tracing.step_graph import items_of, packages_of, set_items
+from lightning_dist._compat import hooks_around_forward, own_buffers
+from lightning_dist.tracing.step_graph import Undone, items_of, packages_of, set_items
 
-__all__ = ["restore", "restoring_attributes", "save_attributes"]
+__all__ = ["restore", "restoring_attributes", "restoring_undone", "save_attributes"]
 
 Names = Sequence[tuple[str, str]]
 """Names of attributes, each as the module's name and the attribute's name."""
@@ -71,3 +72,28 @@ def restoring_attributes(root: nn.Module, names: Names) -> Iterator[None]:
         yield
     finally:
         restore(root, names, kept)
+
+
+@contextmanager
+def restoring_undone(root: nn.Module, undone: Undone) -> Iterator[None]:
+    """Restore at the end of this context what a step sets for the calls of parts, and would undo at its end.
+
+    A stage ends where a later one begins, before the code of the step that undoes it.
+
+    Args:
+        root: The user's module.
+        undone: Names of attributes, buffers, and modules with hooks.
+    """
+    places = [(own_buffers(root.get_submodule(name)), key) for name, key in undone.buffers]
+    buffers = [held.get(key) for held, key in places]
+    hooks = [held for name in undone.hooks for held in hooks_around_forward(root.get_submodule(name))]
+    kept = [dict(held) for held in hooks]
+    with restoring_attributes(root, undone.attributes):
+        try:
+            yield
+        finally:
+            for (held, key), buffer in zip(places, buffers, strict=True):
+                held[key] = buffer
+            for own, before in zip(hooks, kept, strict=True):
+                own.clear()
+                own.update(before)

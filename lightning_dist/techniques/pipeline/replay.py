@@ -79,6 +79,21 @@ class StagePlan:
         """Return whether this stage is the last, on which the step runs to its end."""
         return self.stage == self.num_stages - 1
 
+    def check_left(self) -> None:
+        """Check that the step changes nothing in this stage's parts where the stage has ended.
+
+        Raises:
+            TraceError: If it does.
+        """
+        left = dict(self.graph.left_after_calls) if not self.is_last else {}
+        for call, stage in zip(self.graph.calls, self.stages, strict=True) if left else ():
+            if stage == self.stage and call.name in left:
+                raise TraceError(
+                    f"The step sets {left[call.name]} after it has called {call.name}, the part of the model that it"
+                    " belongs to: a stage of a pipeline ends there, and would keep another value. Set it before the"
+                    " call, in the forward of the part, or in a hook such as on_train_batch_end."
+                )
+
     @cached_property
     def kept(self) -> list[list[int]]:
         """Return, for each call, the indices of those leaves of its output that are sent."""
@@ -211,6 +226,7 @@ class Replay:
         Raises:
             TraceError: If the step takes another path than the traced one.
         """
+        plan.check_left()
         given = dict(zip(plan.received, received, strict=True))
         run = self._run = _StageRunState(plan, seed, given)
         result = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dist.mesh.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.model.tensor_state import is_remote
-from lightning_dist.techniques.pipeline.attributes import restoring_attributes
+from lightning_dist.techniques.pipeline.attributes import restoring_attributes, restoring_undone
 from lightning_dist.techniques.pipeline.buffers import BuffersOfStep
 from lightning_dist.techniques.pipeline.failures import Failure
 from lightning_dist.techniques.pipeline.replay import MicrobatchSeed, Replay, StagePlan
@@ -305,7 +305,11 @@ class ScheduleRunner:
             changed = plan.graph.changed if not (plan.is_last and is_last) else ()
             changed += plan.graph.restored_attributes if not plan.is_last else ()
             changed += plan.graph.changed_in_parts if not is_last else ()
-            with restoring_attributes(self._root, changed) if changed else nullcontext():
+            undone = plan.graph.undone if not plan.is_last and any(plan.graph.undone) else None
+            with (
+                restoring_attributes(self._root, changed) if changed else nullcontext(),
+                restoring_undone(self._root, undone) if undone else nullcontext(),
+            ):
                 result, sent = self._replay.run(plan, seed, received, step)
             if not plan.is_last:
                 return sent

@@ -19,6 +19,7 @@ The modules, in the order in which they build on each other:
 - ``draws``: Finds out which parts draw random numbers.
 - ``batch_marks``: Finds the buffers that a step changes, and those that depend on the batch.
 - ``attribute_changes``: Finds the attributes of modules that a step changes.
+- ``changes_after_parts``: Finds what a step changes in parts after it has called them.
 - ``logged_values``: Finds out whether what a step logs and returns are means over samples.
 - ``observer``: Builds the graph while the step runs.
 - ``reentrant_checkpointing``: Supports activation checkpointing in the user's model.
@@ -29,6 +30,7 @@ The modules, in the order in which they build on each other:
 """
 
 from lightning_dist.tracing.step_graph.chains import argument_of, find_chains, hidden_key, output_values
+from lightning_dist.tracing.step_graph.changes_after_parts import Undone
 from lightning_dist.tracing.step_graph.contents import is_object, items_of, packages_of, set_items
 from lightning_dist.tracing.step_graph.dataflow import Dataflow, record_step
 from lightning_dist.tracing.step_graph.errors import (
@@ -64,6 +66,7 @@ __all__ = [
     "RepeatedCallsError",
     "StepGraph",
     "TraceError",
+    "Undone",
     "Value",
     "argument_of",
     "checkpointing_without_reentry",

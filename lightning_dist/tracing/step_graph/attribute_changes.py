@@ -59,7 +59,7 @@ class AttributeChanges:
         self._watched = {
             (name, key): (attributes_of[name], content)
             for (name, key), content in self._before.items()
-            if not name or items_of(content[0], self._packages) is not None
+            if not name or key == "training" or items_of(content[0], self._packages) is not None
         }
         self._num_hooks = {name: num_forward_hooks(module) for name, module in self._root.named_modules()}
 

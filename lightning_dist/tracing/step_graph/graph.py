@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist._compat import TreeSpec, tree_flatten
+from lightning_dist.tracing.step_graph.changes_after_parts import Undone
 from lightning_dist.tracing.step_graph.errors import TraceError
 
 __all__ = ["InnerCall", "Leaf", "Output", "PartCall", "StepGraph", "Value"]
@@ -137,6 +138,8 @@ class StepGraph:
         numbers: The Python numbers that the step logs or returns, in order.
         hooked: The tensors on which the code between parts registers a gradient hook, each as a pair: the values from
             which it is computed, and the number of calls of parts before the hook is registered.
+        undone: What the step sets in modules of parts for their calls, and has undone at its end.
+        left_after_calls: For each part, the name of an attribute or a buffer in it that the step sets after its call.
         of_whole_batch: The graph of the same step on the whole batch, if the attributes, buffers or logged values that
             the step leaves must be computed from the whole batch; else None.
         log_sizes: The ``batch_size`` of each call of ``self.log`` that has one. A call is a name, and the number of the
@@ -158,6 +161,8 @@ class StepGraph:
     logs_otherwise: bool = False
     numbers: tuple[float, ...] = field(default=(), compare=False)
     hooked: tuple[tuple[frozenset[Value], int], ...] = ()
+    undone: Undone = field(default_factory=Undone)
+    left_after_calls: tuple[tuple[str, str], ...] = ()
     of_whole_batch: StepGraph | None = field(default=None, compare=False)
     log_sizes: Mapping[tuple[str, int], int] = field(default_factory=dict, compare=False)
     fixed_sizes: frozenset[tuple[str, int]] = field(default=frozenset(), compare=False)
@@ -222,6 +227,8 @@ class StepGraph:
             self.logs_otherwise or other.logs_otherwise,
             self.numbers,
             tuple(dict.fromkeys((*self.hooked, *other.hooked))),
+            self.undone | other.undone,
+            tuple(dict.fromkeys((*self.left_after_calls, *other.left_after_calls))),
             log_sizes=dict(self.log_sizes.items() & other.log_sizes.items()),
         )
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_dist._compat import GET_BASE, DispatchMode, base_of, tree_flatten, tree_leaves, version_of
 from lightning_dist.tracing.step_graph.attribute_changes import AttributeChanges
 from lightning_dist.tracing.step_graph.batch_marks import BatchMarks
+from lightning_dist.tracing.step_graph.changes_after_parts import ChangesAfterParts
 from lightning_dist.tracing.step_graph.draws import Draws
 from lightning_dist.tracing.step_graph.errors import (
     EndOfTraceError,
@@ -70,6 +71,7 @@ class GraphObserver:
         self._is_first_pass_only = is_first_pass_only
         self._draws = Draws(self.is_between)
         self._attributes = AttributeChanges(root, parts)
+        self._after_parts = ChangesAfterParts(root, parts)
         self._logged = LoggedValues()
         self._of_batch = BatchMarks()
         self.functions = _Functions(self, self._draws, self._of_batch)
@@ -144,6 +146,7 @@ class GraphObserver:
         for name, param in self._root.named_parameters():
             param.__dict__["_param_name"] = name
         self._attributes.begin()
+        self._after_parts.begin()
         self._draws.watch(self._root)
         self._draws.were_drawn()
         self._of_batch.begin(self._root)
@@ -163,6 +166,7 @@ class GraphObserver:
         if self._is_first_pass_only and name in self._blocks and any(call.name == name for call in self._calls):
             raise EndOfTraceError
         self._attributes.before_part()
+        self._after_parts.before_part()
         self._inner_args, self._inner_calls = {}, Counter()
         self._end.draws |= self._draws.were_drawn()
         self._active = PartCall(name)
@@ -198,6 +202,7 @@ class GraphObserver:
         call.draws = self._draws.were_drawn()
         self._calls.append(call)
         self._active = None
+        self._after_parts.on_return(name)
 
     def on_next(self, name: str) -> None:
         """Refuse that the step takes an item of an iterator.
@@ -219,6 +224,7 @@ class GraphObserver:
         self._logged.on_result(result, loss if isinstance(loss, Tensor) else None)
         for tensor in (*returned, *self._attributes.end()):
             self._use(self._end, tensor)
+        self._after_parts.end()
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record the tensors or the number that ``self.log`` is called with, and whether they are reduced by a mean."""
@@ -374,6 +380,8 @@ class GraphObserver:
             self._logged.are_otherwise,
             tuple(self._logged.numbers),
             tuple(dict.fromkeys(self._hooked)),
+            self._after_parts.undone,
+            tuple(self._after_parts.left.items()),
             log_sizes=self._logged.sizes,
         )
 

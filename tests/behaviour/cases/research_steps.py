@@ -286,6 +286,83 @@ for _name, _in_place, _how in (("assigned", False, "assigns"), ("in_place", True
     )(_train_set)
 
 
+for _name, _before, _inside in (
+    ("inputs of layers in blocks", True, True),
+    ("outputs of layers in blocks", False, True),
+    ("inputs of blocks", True, False),
+    ("outputs of blocks", False, False),
+):
+
+    def _patch(run: Run, before: bool = _before, inside: bool = _inside) -> None:
+        class Patches(_Sgd):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                layers = [block.up if inside else block for block in self.net[1:5]]
+                if before:
+                    handles = [layer.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,)) for layer in layers]
+                else:
+                    handles = [layer.register_forward_hook(lambda m, args, out: 0.5 * out + 0.1) for layer in layers]
+                loss = super().training_step(batch, batch_idx)
+                for handle in handles:
+                    handle.remove()
+                return loss
+
+        run.fit(Patches(), val=True)
+
+    case(f"hooks that change {_name}, put on and taken off by each step", f"patched_{_name}".replace(" ", "_"))(_patch)
+
+
+class _SetOnce(_Set):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.eval()
+        self.set_all(0.5)
+        loss = Classifier.training_step(self, batch, batch_idx)
+        self.set_all(1.0)
+        self.net.train()
+        return loss
+
+
+for _name, _in_place, _how in (("assigned", False, "assigns"), ("in_place", True, "changes in place")):
+
+    def _train_set_once(run: Run, in_place: bool = _in_place) -> None:
+        model = _SetOnce(in_place)
+        run.fit(model, val=True, max_epochs=2)
+        run.record("modes", [module.training for module in model.modules()])
+
+    case(
+        f"a step switches to evaluation mode, sets an attribute and {_how} a buffer of blocks, and sets all of it back",
+        f"undone_{_name}",
+        refused=dict.fromkeys(PIPELINED, "after it has called net.1, the part of the model that it belongs to"),
+    )(_train_set_once)
+
+
+@case("a step switches to evaluation mode, sets an attribute of blocks, and sets both back")
+def undone_attribute(run: Run) -> None:
+    class Sets(_SetOnce):
+        def set_all(self, gain: float) -> None:
+            for block in self.net[1:]:
+                block.gain = gain
+
+    model = Sets()
+    run.fit(model, val=True, max_epochs=2)
+    run.record("modes", [module.training for module in model.modules()])
+
+
+@case("the forward of layers in blocks is replaced by each step, and given back")
+def replaced_forward(run: Run) -> None:
+    class Replaces(_Sgd):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            layers = [block.up for block in self.net[1:5]]
+            for layer in layers:
+                own = layer.forward
+                layer.forward = lambda x, own=own: 0.5 * own(x) + 0.1
+            loss = super().training_step(batch, batch_idx)
+            for layer in layers:
+                del layer.forward
+            return loss
+
+    run.fit(Replaces(), val=True)
+
+
 @case(
     "a buffer of blocks that their forwards change in place from the third step on",
     differs=dict.fromkeys(PIPELINED, "A block changes a buffer for each microbatch of the pipeline."),
