@@ -85,6 +85,8 @@ class GraphObserver:
         self._inner_args: dict[str, Output] = {}
         self._inner_calls: Counter[str] = Counter()
         self._params_between: set[str] = set()
+        self._params = {id(param): (name, param) for name, param in root.named_parameters()}
+        """The real parameters with their names: a closure or a list that holds one uses it in place of a fake one."""
         self._hooked: list[tuple[frozenset[Value], int]] = []
         self._inputs: list[tuple[Tensor, int]] = []
         self._outputs: list[tuple[Value, Tensor, int]] = []
@@ -276,8 +278,13 @@ class GraphObserver:
             tensor.__dict__["_history"] = history
         follow(name, args, kwargs, inputs, [*outputs, *changed])
 
+    def _name_of(self, tensor: Tensor) -> str | None:
+        """Return the full name of a parameter; None if ``tensor`` is none."""
+        name: str | None = tensor.__dict__.get("_param_name")
+        return self._params.get(id(tensor), (None, None))[0] if name is None else name
+
     def _marks_of(self, tensor: Tensor) -> Marks:
-        name = tensor.__dict__.get("_param_name")
+        name = self._name_of(tensor)
         if name is None:
             return marks_of(tensor)
         block = next((block for block in self._blocks if name.startswith(f"{block}.")), None)
@@ -291,7 +298,7 @@ class GraphObserver:
         return Marks(params=frozenset({name}))
 
     def _use(self, call: PartCall, tensor: Tensor) -> None:
-        name = tensor.__dict__.get("_param_name")
+        name = self._name_of(tensor)
         if name is not None:
             call.params.add(name)
             return

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import clip_grad_value_, parametrize
 
-from tests.behaviour.case import Run, case
+from tests.behaviour.case import HOLDS_PARTS, Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, Classifier, samples, tokens
 from tests.behaviour.writers import Writer
 
@@ -735,7 +735,10 @@ def scaled_gradients(run: Run) -> None:
     run.fit(Scales(), max_epochs=3)
 
 
-@case("a hook before each block adds a learned prompt to its input")
+@case(
+    "a hook before each block adds a learned prompt to its input, which a function has kept since __init__",
+    refused=dict.fromkeys(set(HOLDS_PARTS) - {"pp"}, "as it was before the strategy replaced it"),
+)
 def prompts_by_hooks(run: Run) -> None:
     class Prompts(_Sgd):
         def __init__(self) -> None:
