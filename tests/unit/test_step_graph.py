@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dist.tracing.step_graph import Dataflow, InnerCall, Output, PartCall, StepGraph, TraceError, run_on_fakes
+from lightning_dist.tracing.step_graph import (
+    Dataflow,
+    InnerCall,
+    Output,
+    PartCall,
+    StepGraph,
+    TraceError,
+    Undone,
+    run_on_fakes,
+)
+from lightning_dist.tracing.step_graph.changes_after_parts import ChangesAfterParts
 from lightning_dist.tracing.step_graph.watched_numbers import watched
 
 
@@ -86,3 +96,49 @@ def test_random_numbers_are_noticed_wherever_they_are_drawn(kind: str, expected:
     x = torch.randn(2, 4, 8)
     assert run_on_fakes(model, lambda fake: model(fake(x)), torch.device("cpu"), dataflow) == ""
     assert dataflow.draws_random == expected
+
+
+def changes(change: Callable[[nn.Module], Any], undo: Callable[[nn.Module, Any], Any]) -> ChangesAfterParts:
+    """Return what is found of a step that changes a module in the first part, calls the parts, and undoes it."""
+    root = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
+    found = ChangesAfterParts(root, ["0", "1"])
+    module = root[0][0]
+    found.begin()
+    changed = change(module)
+    for part in ("0", "1"):
+        found.before_part()
+        found.on_return(part)
+    undo(module, changed)
+    found.end()
+    return found
+
+
+def test_what_a_step_undoes_in_a_part_is_named() -> None:
+    def hook(module: nn.Module) -> Any:
+        return module.register_forward_pre_hook(lambda *_: None)
+
+    assert changes(hook, lambda module, handle: handle.remove()).undone == Undone(hooks=("0.0",))
+    found = changes(lambda module: module.eval(), lambda module, _: module.train())
+    assert (found.undone, found.left) == (Undone((("0.0", "training"),)), {})
+
+    def put(module: nn.Module) -> Tensor:
+        before = module.running_mean
+        module.running_mean = torch.ones(2)
+        return before
+
+    found = changes(put, lambda module, before: setattr(module, "running_mean", before))
+    assert (found.undone, found.left) == (Undone(buffers=(("0.0", "running_mean"),)), {})
+
+
+def test_what_a_step_leaves_in_a_part_after_its_call_is_named() -> None:
+    found = changes(lambda module: None, lambda module, _: module.running_mean.add_(1))
+    assert (found.undone, found.left) == (Undone(), {"0": "0.0.running_mean"})
+    found = changes(lambda module: None, lambda module, _: setattr(module, "seen", 3))
+    assert (found.undone, found.left) == (Undone(), {"0": "0.0.seen"})
+    found = changes(lambda module: module.running_mean.add_(1), lambda module, _: None)
+    assert (found.undone, found.left) == (Undone(), {})
+
+
+def test_what_both_branches_undo_is_undone() -> None:
+    one, other = Undone((("a", "x"),), (), ("h",)), Undone((("a", "x"), ("b", "y")), (("c", "z"),), ())
+    assert one | other == Undone((("a", "x"), ("b", "y")), (("c", "z"),), ("h",))
