@@ -40,7 +40,7 @@ class Head:
         size: Number of tokens of a tile.
         state: Object that lets the module that computes them have the same state in the backward.
         on_use: Function that is called when values are computed, with the name of the function that needs them, and
-            whether it is computed tile by tile.
+            whether it is computed tile by tile. It raises an error if the step has ended.
     """
 
     hidden: Tensor

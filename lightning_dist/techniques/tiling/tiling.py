@@ -40,6 +40,7 @@ class Tiling(Technique):
         self._hooked: set[tuple[str, str]] = set()
         self._is_checked = False
         self._num_deferred = 0
+        self._num_steps = 0
 
     def attach(self, parallel: Parallel) -> None:
         """Keep the module, and the object that knows its parameters."""
@@ -93,9 +94,15 @@ class Tiling(Technique):
             effect = "whose logits are computed whole from now on, so that the hook sees them"
             others, hooks = others_of(head, self._parallel), ForeignHooks({name: head})
             must_be_whole = partial(self._must_be_whole, others, hooks, f"tiled_loss={self.loss}", effect)
-            _defer(head, self.loss or 1, must_be_whole, self._on_use, self._on_defer)
+            _defer(head, self.loss or 1, must_be_whole, self._on_defer)
 
-    def _on_use(self, function: str, is_tiled: bool) -> None:
+    def _on_use(self, step: int, function: str, is_tiled: bool) -> None:
+        if step != self._num_steps:
+            raise TilingError(
+                f"tiled_loss={self.loss}: {function} needs logits after the step that made them, whose values are"
+                " computed only where the step uses them. Keep what you need of them, such as logits.argmax(-1), or"
+                " return them from the step, or leave tiled_loss out."
+            )
         is_new = function not in self._uses
         self._uses[function] = is_tiled
         if is_new and not is_tiled and self._module.training and torch.is_grad_enabled():
@@ -105,8 +112,10 @@ class Tiling(Technique):
                 stacklevel=2,
             )
 
-    def _on_defer(self) -> None:
+    def _on_defer(self) -> Callable[[str, bool], None]:
+        """Return the function to call when the logits that are deferred now are used."""
         self._num_deferred += 1
+        return partial(self._on_use, self._num_steps)
 
     def finish_output(self, output: Any) -> Any:
         """Compute the logits that a step returns."""
@@ -118,6 +127,7 @@ class Tiling(Technique):
         Raises:
             TilingError: If it was not, although a head has computed logits.
         """
+        self._num_steps += 1
         is_training = backward_follows or self._module.training  # A pipeline has run the backward within the step.
         if not is_training or self._is_checked or not self._num_deferred:
             return
@@ -143,8 +153,7 @@ def _defer(
     head: nn.Module,
     size: int,
     must_be_whole: Callable[[], bool],
-    on_use: Callable[[str, bool], None],
-    on_defer: Callable[[], None],
+    on_defer: Callable[[], Callable[[str, bool], None]],
 ) -> None:
     """Let ``head`` return logits that are computed where they are used.
 
@@ -153,9 +162,8 @@ def _defer(
         size: Number of tokens of a tile.
         must_be_whole: Function that returns whether a call of ``head`` must compute all logits at once: a user's hook
             sees them, or the head has other tensors than its parameters for this call only.
-        on_use: Function that :class:`~lightning_dist.techniques.tiling.tiled_logits.Head` calls when the logits are
-            used.
-        on_defer: Function that is called when logits are deferred.
+        on_defer: Function that is called when logits are deferred. It returns the function that
+            :class:`~lightning_dist.techniques.tiling.tiled_logits.Head` calls when they are used.
     """
     forward, state = head.forward, StateOfForward(head)
     pending: list[Tensor] = []
@@ -184,8 +192,7 @@ def _defer(
         hidden = pending.pop()
         with torch.no_grad():
             some = forward(hidden.narrow(TOKENS, 0, 1))
-        on_defer()
-        return TiledLogits(Head(hidden, forward, some.size(-1), size, state, on_use), some.dtype)
+        return TiledLogits(Head(hidden, forward, some.size(-1), size, state, on_defer()), some.dtype)
 
     head.forward = placeholder
     head.register_forward_hook(wrap)
