@@ -75,7 +75,7 @@ class BlockState:
             _put({place: buffer.clone() for place, buffer in kept[0].copies.items()})
             self._draw_from(kept[0].drawn)
             try:
-                with undone(kept[0].changes):
+                with undone(kept[0].changes, self._containers.packages):
                     yield
             finally:
                 _put({place: buffer for place, buffer in now.items() if place in kept[0].copies})
