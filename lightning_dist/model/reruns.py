@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_dist._compat import hooks_around_forward, own_buffers, own_parameters
 
-__all__ = ["StateOfForward", "held_parameters"]
+__all__ = ["Begin", "StateOfForward", "held_parameters", "together"]
+
+Begin = Callable[[], Callable[[], AbstractContextManager[None]]]
+"""A function that is called when a forward begins. It returns a function whose context is entered around that forward,
+and around each time that it runs again."""
 
 _ABSENT = object()
+
+
+def together(begins: Sequence[Begin]) -> Begin:
+    """Return a function whose contexts are those of ``begins``, entered in their order."""
+
+    def begin() -> Callable[[], AbstractContextManager[None]]:
+        enter = [begin() for begin in begins]
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            with ExitStack() as stack:
+                for one in enter:
+                    stack.enter_context(one())
+                yield
+
+        return context
+
+    return begin
 
 
 class StateOfForward:

@@ -1,17 +1,20 @@
-"""Find tensors that a step has put in the place of parameters for one forward, which a rerun would not have."""
+"""Find parameters with which a rerun in the backward would compute something else than the forward has."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
+from lightning_dist._compat import local_of, version_of
 from lightning_dist.model.reruns import held_parameters
 from lightning_dist.parameters.group import ParameterGroup
 from lightning_dist.parameters.on_use import GatheredOnUse
 
-__all__ = ["OtherParameters"]
+__all__ = ["OtherParameters", "UnchangedParameters"]
 
 
 class OtherParameters:
@@ -70,3 +73,65 @@ class OtherParameters:
                 if held is param:
                     return name
         return ""
+
+
+class UnchangedParameters:
+    """Raise an error if a parameter of ``module`` has changed between a forward and a rerun of it.
+
+    What a forward changes itself, such as weights that it normalizes, is changed in the rerun once more, and is no
+    error. Changes through ``.data`` are not found where parameters are not sharded.
+
+    Args:
+        root: The user's module.
+        module: A module in it, whose submodules count as well.
+        groups: Function that returns the groups that manage the parameters.
+        argument: The argument for which the module runs again, such as ``"activation_checkpointing"``.
+    """
+
+    def __init__(
+        self, root: nn.Module, module: nn.Module, groups: Callable[[], Sequence[ParameterGroup]], argument: str
+    ) -> None:
+        inside = {id(param) for _, param in held_parameters(module)}
+        self._names = {name for name, param in root.named_parameters() if id(param) in inside}
+        self._groups, self._argument, self._module = groups, argument, module
+        self._own: Counter[str] = Counter()
+        """How often forwards and reruns of the module itself have changed each parameter."""
+
+    def begin(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that returns contexts: the first one for a forward, the others for its reruns.
+
+        A context of a rerun raises a RuntimeError if a parameter has changed since the forward.
+        """
+        found: dict[str, int] = {}
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            before = dict(self._versions())
+            for name, version in found.items():
+                if before[name] - self._own[name] != version:
+                    raise RuntimeError(
+                        f"{self._argument}: the parameter {name!r} has changed between a forward of"
+                        f" {type(self._module).__name__} and its backward, which would repeat the forward with the new"
+                        f" values. Change it after the backward, or leave {self._argument} out."
+                    )
+            yield
+            for name, version in self._versions():
+                self._own[name] += version - before[name]
+                if name not in found:
+                    found[name] = version - self._own[name]
+
+        return context
+
+    def _versions(self) -> Iterator[tuple[str, int]]:
+        for group in self._groups():
+            if self._names.isdisjoint(group.names):
+                continue
+            versions = {name: _version(param) for name, param in zip(group.names, group.params, strict=True)}
+            for name, gathered, _ in group.copies():
+                versions[name] += _version(gathered)
+            yield from ((name, version) for name, version in versions.items() if name in self._names)
+
+
+def _version(param: Tensor) -> int:
+    values = local_of(param)
+    return 0 if values.is_inference() else version_of(values)

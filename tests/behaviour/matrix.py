@@ -9,11 +9,12 @@ import re
 import shutil
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import count
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -85,7 +86,8 @@ _TURNS: tuple[tuple[str, ...], ...] = (
 )
 """Columns under which the other cases run, unless they show a subject (see ``subjects.py``), which all columns need.
 
-Each case takes the next entry, and starts over at the end.
+Each case of an area takes the next entry, and starts over at the end. An area begins at an entry of its own, so that
+a new area changes nothing for the others.
 """
 
 
@@ -93,35 +95,29 @@ _ON_ANY_MODEL = tuple(column for column, layout in TECHNIQUES.items() if not lay
 _ON_VARIANTS = tuple(column for column, layout in TECHNIQUES.items() if layout.variant)
 
 IN_ALL_TECHNIQUES = frozenset({"split_code", "blocks_by_method"})
-"""Areas whose cases run beside every technique; the others run beside five, in turn."""
+"""Areas whose cases run beside every technique; the others run beside two, in turn."""
 
 
 def columns_in_turn(cases: Iterable[Case]) -> dict[str, tuple[str, ...]]:
     """Return the columns that each case runs under, chosen so that all cases take at most an hour on two cores."""
-    cases, turns = list(cases), cycle(_TURNS)
+    cases = list(cases)
     shown = set(shown_cases(case.name for case in cases))
-    strategies = {
-        case.name: tuple(case.columns)
-        if case.columns
-        else ALL
-        if case.area in IN_ALL_COLUMNS or case.name in shown
-        else next(turns)
-        for case in cases
-    }
-    return {case.name: (*strategies[case.name], *_techniques_of(case, index)) for index, case in enumerate(cases)}
+    turns: dict[str, Iterator[int]] = {}
+    columns: dict[str, tuple[str, ...]] = {}
+    for case in cases:
+        turn = next(turns.setdefault(case.area, count(crc32(case.area.encode()))))
+        if case.columns:
+            columns[case.name] = tuple(case.columns)
+            continue
+        everywhere = case.area in IN_ALL_COLUMNS or case.name in shown
+        strategies = ALL if everywhere else _TURNS[turn % len(_TURNS)]
+        techniques = tuple(TECHNIQUES) if case.area in IN_ALL_TECHNIQUES else _techniques_in_turn(turn)
+        columns[case.name] = (*strategies, *techniques)
+    return columns
 
 
-def _techniques_of(case: Case, index: int) -> tuple[str, ...]:
-    if case.columns:
-        return ()
-    if case.area in IN_ALL_TECHNIQUES:
-        return tuple(TECHNIQUES)
-    return (*_in_turn(_ON_ANY_MODEL, index, 1), *_in_turn(_ON_VARIANTS, index, 1))
-
-
-def _in_turn(columns: Sequence[str], index: int, number: int) -> Iterator[str]:
-    for offset in range(number):
-        yield columns[(index * number + offset) % len(columns)]
+def _techniques_in_turn(turn: int) -> tuple[str, ...]:
+    return tuple(columns[turn % len(columns)] for columns in (_ON_ANY_MODEL, _ON_VARIANTS))
 
 
 def load_cases() -> dict[str, Case]:

@@ -128,3 +128,60 @@ def test_tiles_run_again(pool: WorkerPool, name: str, precision: str) -> None:
     for num_blocks, seen in pool.run(count, MAKE[name][0], name, precision, {"tiled_mlp": 2, "tiled_loss": 2}):
         assert num_blocks
         assert seen == [2] * (2 * num_steps * num_blocks * TOKENS // 2)
+
+
+class Moved(Model):
+    """Change a weight between a forward and its backward."""
+
+    def __init__(self, in_hook: bool, place: str) -> None:
+        super().__init__()
+        self.in_hook, self.place = in_hook, place
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.in_hook:
+            self.move()
+        return loss
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.in_hook:
+            self.move()
+
+    def move(self) -> None:
+        with torch.no_grad():
+            self.get_parameter(self.place).add_(1)
+
+
+def move(name: str, in_hook: bool, options: dict[str, object]) -> str:
+    """Train, and return the text of the error that ends the training."""
+    _, make, arguments = MAKE[name]
+    strategy: MeshStrategy = make(**arguments, **options)
+    place_of_weight = "head.weight" if "tiled_loss" in options else "blocks.0.mlp.down.bias"
+    loader = DataLoader(TensorDataset(torch.arange(8 * BATCH * TOKENS).view(-1, TOKENS) % CLASSES), batch_size=BATCH)
+    trainer = pl.Trainer(
+        **place(), strategy=strategy, max_steps=3, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(Moved(in_hook, place_of_weight), loader)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+CHANGED = [
+    (name, in_hook, option)
+    for name in MAKE
+    if name not in ("tensor", "pipeline")
+    for in_hook in (False, True)
+    for option in ("activation_checkpointing", "tiled_mlp", "tiled_loss")
+]
+
+
+@pytest.mark.parametrize(("name", "in_hook", "option"), one_in(6, CHANGED))
+def test_a_weight_that_changes_before_the_backward_is_an_error(
+    pool: WorkerPool, name: str, in_hook: bool, option: str
+) -> None:
+    value: object = "full" if option == "activation_checkpointing" else 3
+    for message in pool.run(move, MAKE[name][0], name, in_hook, {option: value}):
+        assert f"{option}: the parameter" in message or "modified by an inplace operation" in message

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.model.reruns import StateOfForward
-from lightning_dist.parameters.reruns import OtherParameters
+from lightning_dist.parameters.reruns import OtherParameters, UnchangedParameters
 from lightning_dist.techniques.activation_checkpointing.block_state import BlockState
 
 
@@ -165,3 +165,28 @@ def test_what_a_technique_has_put_there_is_no_other() -> None:
     groups = [group(["0.bias"], [root[0].bias])]
     assert not OtherParameters(root, root, lambda: groups, is_form).are_there()
     assert OtherParameters(root, root, lambda: groups, lambda *_: False).are_there()
+
+
+class OneGroup:
+    """Manage one layer as a group that is not gathered does."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.names, self.params = ["layer.weight", "layer.bias"], [layer.weight, layer.bias]
+
+    def copies(self) -> list[Any]:
+        return []
+
+
+def test_a_parameter_that_changes_before_a_rerun_is_an_error() -> None:
+    block = Block()
+    groups: Any = [OneGroup(block.layer)]
+    unchanged = UnchangedParameters(block, block, lambda: groups, "tiled_mlp")
+    first, second = unchanged.begin(), unchanged.begin()
+    for context in (first, second, first):  # What forwards and reruns change themselves is no error.
+        with torch.no_grad(), context():
+            block.layer.weight.div_(block.layer.weight.norm())
+    with torch.no_grad():
+        block.layer.bias.add_(1)
+    message = r"tiled_mlp: the parameter 'layer.bias' has changed between a forward of Block and its backward"
+    with pytest.raises(RuntimeError, match=message), second():
+        pass

@@ -7,7 +7,7 @@ hooks do not run again in the backward. The rerun has the buffers and random num
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from lightning_dist._compat import tree_map
-from lightning_dist.model.reruns import StateOfForward
+from lightning_dist.model.reruns import Begin, StateOfForward, together
 from lightning_dist.model.units import Unit
 from lightning_dist.techniques.activation_checkpointing.block_state import BlockState
 from lightning_dist.techniques.activation_checkpointing.copies import Copies
 from lightning_dist.techniques.activation_checkpointing.mode import CheckpointingMode
 from lightning_dist.techniques.activation_checkpointing.offload import offload
 from lightning_dist.techniques.activation_checkpointing.saved_operations import selective_contexts
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound, others_of
+from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound, others_of, unchanged_in
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -65,9 +65,10 @@ class ActivationCheckpointing(Technique):
                 offload(block, self._copies)
                 continue
             around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
-            around += [StateOfForward(block).begin, BlockState(block).begin]
+            unchanged = unchanged_in(block, self._parallel, "activation_checkpointing")
+            around += [unchanged.begin, StateOfForward(block).begin, BlockState(block).begin]
             contexts = selective_contexts if self._mode.kind == "selective" else noop_context_fn
-            _recompute(block, around, contexts, others_of(block, self._parallel).are_there)
+            _recompute(block, together(around), contexts, others_of(block, self._parallel).are_there)
 
     def table_rows(self) -> Rows:
         """Return a row that says what is computed again, or where it is kept."""
@@ -86,7 +87,7 @@ class ActivationCheckpointing(Technique):
 
 def _recompute(
     block: nn.Module,
-    around: Sequence[Callable[[], Callable[[], AbstractContextManager[None]]]],
+    begin: Begin,
     contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
     has_other_parameters: Callable[[], bool],
 ) -> None:
@@ -94,8 +95,7 @@ def _recompute(
 
     Args:
         block: A module of a unit of the kind ``block``, whose ``forward`` is replaced on the instance.
-        around: Functions that are called when a forward begins. Each returns a function whose context is entered around
-            that forward, and around each time that it runs again.
+        begin: Function that lets the block have the same state in reruns as in their forward.
         contexts: Function that returns a context around that forward and one around the rerun.
         has_other_parameters: Function that returns whether a forward computes with other tensors than the block's
             parameters; its activations are kept.
@@ -106,7 +106,7 @@ def _recompute(
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or has_other_parameters():
             return forward(*args, **kwargs)
-        states = [begin() for begin in around]
+        same_state = begin()
         has_run = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -114,9 +114,7 @@ def _recompute(
             if has_run:  # A hook that the block puts on its input would otherwise be on the input twice.
                 args, kwargs = tree_map(_alias, (args, kwargs))
             has_run = True
-            with ExitStack() as stack:
-                for state in states:
-                    stack.enter_context(state())
+            with same_state():
                 return forward(*args, **kwargs)
 
         # The rerun must not stop early, because hooks that run after a forward undo what those before it have done.

@@ -35,6 +35,7 @@ from lightning_dist.techniques.protocol.points import (
     find_gradient_reducer,
     find_shard_memory,
     others_of,
+    unchanged_in,
 )
 from lightning_dist.techniques.protocol.roles import (
     ParameterForms,
@@ -63,4 +64,5 @@ __all__ = [
     "find_gradient_reducer",
     "find_shard_memory",
     "others_of",
+    "unchanged_in",
 ]

@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from torch import nn
 
 from lightning_dist.parameters.gradient_reducer import GradientReducer
-from lightning_dist.parameters.reruns import OtherParameters
+from lightning_dist.parameters.reruns import OtherParameters, UnchangedParameters
 from lightning_dist.parameters.shard_memory import ShardMemory
 from lightning_dist.techniques.protocol.roles import (
     ParameterForms,
@@ -75,6 +75,17 @@ def others_of(module: nn.Module, parallel: Parallel) -> OtherParameters:
         lambda: parallel.groups,
         lambda owner, name, held: any(is_form(owner, name, held) for is_form in forms),
     )
+
+
+def unchanged_in(module: nn.Module, parallel: Parallel, argument: str) -> UnchangedParameters:
+    """Return the object that raises an error if a parameter changes between a forward of ``module`` and its rerun.
+
+    Args:
+        module: A module of a parallel module.
+        parallel: The parallel module.
+        argument: The argument for which the module runs again.
+    """
+    return UnchangedParameters(parallel.module, module, lambda: parallel.groups, argument)
 
 
 def find_gradient_reducer(techniques: Sequence[Technique]) -> GradientReducer | None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from lightning_dist.mesh.consensus import check_agreement
 from lightning_dist.model.experts import find_experts, without_dispatch
+from lightning_dist.model.reruns import StateOfForward
 from lightning_dist.model.units import Unit
 from lightning_dist.techniques.options import FirstStep
 from lightning_dist.techniques.tiling.plan import TilingError, TilingPlan
@@ -165,7 +166,7 @@ class _Finder:
 
             def attempt(size: int) -> tuple[int, str]:
                 copied = trial.copy_of_block()
-                copied.forward = tiled(copied, size)
+                copied.forward = tiled(copied, size, StateOfForward(copied).begin)
                 return size, trial.compare(copied, dict(copied.named_parameters()))
 
             return first_that_fits([-(-given.size(TOKENS) // 2)], attempt)[1]

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from lightning_dist._compat import without_memory
 from lightning_dist.mesh.split_tensor import CASTS, RESHAPES, TRANSPOSES, SplitTensor, functions_of
-from lightning_dist.model.reruns import StateOfForward
+from lightning_dist.model.reruns import Begin
 from lightning_dist.techniques.tiling.tiles import TOKENS, on_tile, ranges
 
 __all__ = ["Head", "TiledLogits"]
@@ -38,7 +38,7 @@ class Head:
         compute: Function that computes the logits of hidden states of some tokens.
         num_classes: Number of features of the logits.
         size: Number of tokens of a tile.
-        state: Object that lets the module that computes them have the same state in the backward.
+        begin: Function that lets the module that computes them have the same state in the backward.
         on_use: Function that is called when values are computed, with the name of the function that needs them, and
             whether it is computed tile by tile. It raises an error if the step has ended.
     """
@@ -47,7 +47,7 @@ class Head:
     compute: Callable[[Tensor], Tensor]
     num_classes: int
     size: int
-    state: StateOfForward
+    begin: Begin
     on_use: Callable[[str, bool], None]
 
     def then(self, function: Callable[[Tensor], Tensor]) -> Head:
@@ -250,7 +250,7 @@ def _cross_entropy(func: Any, logits: TiledLogits, args: Any, kwargs: Any) -> Te
         return losses.view(target.shape) if reduction == "none" else losses
 
     found = [
-        on_tile(head.state, loss, head.hidden.narrow(TOKENS, *tile), targets.narrow(-1, *tile).contiguous())
+        on_tile(head.begin, loss, head.hidden.narrow(TOKENS, *tile), targets.narrow(-1, *tile).contiguous())
         for tile in head.tiles()
     ]
     if reduction == "none":

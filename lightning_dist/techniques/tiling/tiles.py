@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dist._compat import tree_leaves, tree_map
-from lightning_dist.model.reruns import StateOfForward
+from lightning_dist.model.reruns import Begin
 
 __all__ = ["inside_of", "on_tile", "ranges", "tiled"]
 
@@ -19,19 +19,19 @@ TOKENS = -2
 """The dimension of the tokens in the input and in the output of a module that is tiled."""
 
 
-def on_tile(state: StateOfForward, function: Callable[..., Any], *args: Any) -> Any:
+def on_tile(begin: Begin, function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function``; if gradients are needed, keep only ``args``, and call it again in the backward.
 
     Random numbers, autocast, what the module holds, and the results are the same in both calls.
 
     Args:
-        state: Object that lets the module with which ``function`` computes have the same state in both calls.
+        begin: Function that lets the module with which ``function`` computes have the same state in both calls.
         function: Function of ``args``.
         args: Tensors, and other values.
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    same_state = state.begin()
+    same_state = begin()
 
     def run(*args: Any) -> Any:
         with same_state():
@@ -51,16 +51,19 @@ def ranges(length: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(size, length - start)
 
 
-def tiled(module: nn.Module, size: int, must_be_whole: Callable[[], bool] = lambda: False) -> Callable[..., Tensor]:
+def tiled(
+    module: nn.Module, size: int, begin: Begin, must_be_whole: Callable[[], bool] = lambda: False
+) -> Callable[..., Tensor]:
     """Return a function that computes what the forward of ``module`` does, tile by tile.
 
     Args:
         module: A module that computes token by token, with one tensor among its arguments, of shape
             ``(..., tokens, features)``.
         size: Number of tokens of a tile.
+        begin: Function that lets the module have the same state in the backward.
         must_be_whole: Function that returns whether a call must compute all tokens at once.
     """
-    forward, state = module.forward, StateOfForward(module)
+    forward = module.forward
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -76,6 +79,6 @@ def tiled(module: nn.Module, size: int, must_be_whole: Callable[[], bool] = lamb
             return part
 
         tiles = ranges(given.size(TOKENS), size)
-        return torch.cat([on_tile(state, compute, given.narrow(TOKENS, *tile)) for tile in tiles], TOKENS)
+        return torch.cat([on_tile(begin, compute, given.narrow(TOKENS, *tile)) for tile in tiles], TOKENS)
 
     return run

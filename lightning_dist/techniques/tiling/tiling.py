@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lightning_dist._compat import ForeignHooks, tree_leaves
 from lightning_dist.mesh.split_tensor import whole_values
-from lightning_dist.model.reruns import StateOfForward
+from lightning_dist.model.reruns import Begin, StateOfForward, together
 from lightning_dist.model.units import Unit
 from lightning_dist.parameters.reruns import OtherParameters
-from lightning_dist.techniques.protocol import Parallel, Rows, Technique, others_of
+from lightning_dist.techniques.protocol import Parallel, Rows, Technique, others_of, unchanged_in
 from lightning_dist.techniques.tiling.plan import TilingError, TilingPlan
 from lightning_dist.techniques.tiling.tiled_logits import Head, TiledLogits
 from lightning_dist.techniques.tiling.tiles import TOKENS, inside_of, tiled
@@ -64,7 +64,13 @@ class Tiling(Technique):
         for block in unit.modules:
             for module in block.modules():
                 if id(module) in names:
-                    module.forward = tiled(module, self.mlp, self._must_mlp_be_whole(module))
+                    module.forward = tiled(
+                        module, self.mlp, self._begin(module, "tiled_mlp"), self._must_mlp_be_whole(module)
+                    )
+
+    def _begin(self, module: nn.Module, argument: str) -> Begin:
+        """Return the function that lets ``module`` have the same state in reruns as in their forward."""
+        return together([unchanged_in(module, self._parallel, argument).begin, StateOfForward(module).begin])
 
     def _must_mlp_be_whole(self, module: nn.Module) -> Callable[[], bool]:
         """Return a function that looks for hooks inside of ``module``, which would be called for each tile."""
@@ -94,7 +100,7 @@ class Tiling(Technique):
             effect = "whose logits are computed whole from now on, so that the hook sees them"
             others, hooks = others_of(head, self._parallel), ForeignHooks({name: head})
             must_be_whole = partial(self._must_be_whole, others, hooks, f"tiled_loss={self.loss}", effect)
-            _defer(head, self.loss or 1, must_be_whole, self._on_defer)
+            _defer(head, self.loss or 1, self._begin(head, "tiled_loss"), must_be_whole, self._on_defer)
 
     def _on_use(self, step: int, function: str, is_tiled: bool) -> None:
         if step != self._num_steps:
@@ -152,6 +158,7 @@ class Tiling(Technique):
 def _defer(
     head: nn.Module,
     size: int,
+    begin: Begin,
     must_be_whole: Callable[[], bool],
     on_defer: Callable[[], Callable[[str, bool], None]],
 ) -> None:
@@ -160,12 +167,13 @@ def _defer(
     Args:
         head: A module that computes token by token, with one tensor among its arguments.
         size: Number of tokens of a tile.
+        begin: Function that lets ``head`` have the same state in the backward.
         must_be_whole: Function that returns whether a call of ``head`` must compute all logits at once: a user's hook
             sees them, or the head has other tensors than its parameters for this call only.
         on_defer: Function that is called when logits are deferred. It returns the function that
             :class:`~lightning_dist.techniques.tiling.tiled_logits.Head` calls when they are used.
     """
-    forward, state = head.forward, StateOfForward(head)
+    forward = head.forward
     pending: list[Tensor] = []
 
     def placeholder(*args: Any, **kwargs: Any) -> Tensor:
@@ -192,7 +200,7 @@ def _defer(
         hidden = pending.pop()
         with torch.no_grad():
             some = forward(hidden.narrow(TOKENS, 0, 1))
-        return TiledLogits(Head(hidden, forward, some.size(-1), size, state, on_defer()), some.dtype)
+        return TiledLogits(Head(hidden, forward, some.size(-1), size, begin, on_defer()), some.dtype)
 
     head.forward = placeholder
     head.register_forward_hook(wrap)
