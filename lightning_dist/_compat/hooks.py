@@ -67,7 +67,11 @@ def hooks_around_forward(module: nn.Module) -> list[dict[int, Any]]:
 
     Replaced by: the same as for :func:`num_forward_hooks`.
     """
-    return [held for name, held in vars(module).items() if "forward" in name and "hooks" in name]
+    held = vars(module)
+    return [held[name] for name in _AROUND_FORWARD]
+
+
+_AROUND_FORWARD = tuple(name for name in vars(nn.Module()) if "forward" in name and "hooks" in name)
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:

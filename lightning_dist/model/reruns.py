@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +16,6 @@ __all__ = ["Begin", "StateOfForward", "held_parameters", "together"]
 Begin = Callable[[], Callable[[], AbstractContextManager[None]]]
 """A function that is called when a forward begins. It returns a function whose context is entered around that forward,
 and around each time that it runs again."""
-
-_ABSENT = object()
 
 
 def together(begins: Sequence[Begin]) -> Begin:
@@ -67,9 +66,7 @@ class StateOfForward:
                 )
                 yield
                 return
-            now = [dict(values) for values in self._dictionaries()]
-            for values, wanted in zip(self._dictionaries(), found, strict=True):
-                _set(values, wanted)
+            now = [_set(values, wanted) for values, wanted in zip(self._dictionaries(), found, strict=True)]
             changed = [
                 param
                 for module in self._modules
@@ -117,11 +114,14 @@ def _own(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
 
 
 def _is_same(values: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
-    return len(values) == len(others) and all(others.get(key, _ABSENT) is value for key, value in values.items())
+    return list(values) == list(others) and all(map(is_, values.values(), others.values()))
 
 
-def _set(values: dict[Any, Any], wanted: Mapping[Any, Any]) -> None:
-    """Let ``values`` have the items of ``wanted``, in their order, in which hooks are called."""
-    if not _is_same(values, wanted):
-        values.clear()
-        values.update(wanted)
+def _set(values: dict[Any, Any], wanted: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Let ``values`` have the items of ``wanted`` in their order, in which hooks run, and return what it had."""
+    if _is_same(values, wanted):
+        return wanted
+    earlier = dict(values)
+    values.clear()
+    values.update(wanted)
+    return earlier

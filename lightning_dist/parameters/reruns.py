@@ -96,6 +96,8 @@ class UnchangedParameters:
         self._groups, self._argument, self._module = groups, argument, module
         self._own: Counter[str] = Counter()
         """How often forwards and reruns of the module itself have changed each parameter."""
+        self._forms: list[tuple[str, Tensor, Tensor | None]] = []
+        """The parameters by name, each with its gathered form, once all of them have been gathered."""
 
     def begin(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that returns contexts: the first one for a forward, the others for its reruns.
@@ -123,15 +125,21 @@ class UnchangedParameters:
         return context
 
     def _versions(self) -> Iterator[tuple[str, int]]:
-        for group in self._groups():
-            if self._names.isdisjoint(group.names):
-                continue
-            versions = {name: _version(param) for name, param in zip(group.names, group.params, strict=True)}
-            for name, gathered, _ in group.copies():
-                versions[name] += _version(gathered)
-            yield from ((name, version) for name, version in versions.items() if name in self._names)
+        if not self._forms:
+            groups = [group for group in self._groups() if not self._names.isdisjoint(group.names)]
+            held = [(name, param) for group in groups for name, param in zip(group.names, group.params, strict=True)]
+            gathered = {name: whole for group in groups for name, whole, _ in group.copies()}
+            forms: list[tuple[str, Tensor, Tensor | None]] = [
+                (name, param, gathered.get(name)) for name, param in held if name in self._names
+            ]
+            if not all(group.is_gathered for group in groups if group.is_sharded):
+                return ((name, _version(param) + _version(whole)) for name, param, whole in forms)
+            self._forms = forms
+        return ((name, _version(param) + _version(whole)) for name, param, whole in self._forms)
 
 
-def _version(param: Tensor) -> int:
+def _version(param: Tensor | None) -> int:
+    if param is None:
+        return 0
     values = local_of(param)
     return 0 if values.is_inference() else version_of(values)

@@ -170,6 +170,8 @@ def test_what_a_technique_has_put_there_is_no_other() -> None:
 class OneGroup:
     """Manage one layer as a group that is not gathered does."""
 
+    is_sharded = False
+
     def __init__(self, layer: nn.Linear) -> None:
         self.names, self.params = ["layer.weight", "layer.bias"], [layer.weight, layer.bias]
 
