@@ -83,7 +83,10 @@ class _Quantise(torch.autograd.Function):
         return grad * inside, (grad * by_step).sum().reshape(1)
 
 
-@case("training for quantised weights: linear layers that round them to steps with gradients of their own")
+@case(
+    "training for quantised weights: linear layers that round them to steps with gradients of their own",
+    differs={"compressed": "Rounded gradients move weights from one step of the quantizer to the next."},
+)
 def quantised(run: Run) -> None:
     class QuantisedLinear(nn.Linear):
         def __init__(self, num_in: int, num_out: int) -> None:
