@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ _LIBRARIES = frozenset(
 )
 
 
-def packages_of(root: nn.Module) -> frozenset[str]:
-    """Return the names of the top-level packages that the classes of ``root`` and of its modules come from."""
-    return frozenset(_package(type(module)) for module in root.modules()) - _LIBRARIES
+def packages_of(root: nn.Module, objects: Iterable[Any] = ()) -> frozenset[str]:
+    """Return the names of the top-level packages of the classes of ``root``, its modules and ``objects``."""
+    return frozenset(_package(type(value)) for value in (*root.modules(), *objects)) - _LIBRARIES
 
 
 def is_object(value: Any, packages: Collection[str]) -> bool:

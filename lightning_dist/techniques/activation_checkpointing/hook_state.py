@@ -1,0 +1,209 @@
+"""Let hooks inside of a block that runs again find what they have found in its forward, and leave nothing behind."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_dist._compat import ForeignHooks, foreign_hooks, own_buffers, version_of
+from lightning_dist.tracing.step_graph.contents import items_of, packages_of, set_items
+
+__all__ = ["HookState"]
+
+_FEW_ELEMENTS = 2**14
+"""Number of elements up to which tensors are copied, because a hook may change them in place."""
+
+_MANY_ITEMS = 2**14
+"""Number of items from which a container is not looked into."""
+
+_DEPTH = 3
+"""Number of containers inside of one another that are looked into."""
+
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+_ABSENT = object()
+
+
+class HookState:
+    """Undo in reruns what the user's forward hooks inside of ``block`` change outside of it.
+
+    A hook may count in an attribute of the LightningModule, or collect activations in a list. It is called again in a
+    rerun, where it finds what it has found in the forward, and what it changes there is dropped. This holds for what
+    its function refers to: the object of a method, the variables of an enclosing function, and global containers.
+
+    Args:
+        block: A module that runs again, whose own hooks do not.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block, self._modules = block, set(block.modules())
+        inside = {name: module for name, module in block.named_modules() if module is not block}
+        self._inside = list(inside.values())
+        self._hooks = ForeignHooks(inside)
+
+    def begin(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that returns contexts: the first one for a forward, the others for its reruns."""
+        if not self._hooks.find():
+            return nullcontext
+        changes: list[_Change] = []
+        has_begun = False
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                recorded = [_Record(place) for place in self._reachable()]
+                yield
+                changes.extend(change for record in recorded if (change := record.change()) is not None)
+                return
+            now = [place.read() for place, _, _ in changes]
+            for place, keys, items in changes:
+                place.write(keys, {key: _copy(value) for key, value in items.items()})
+            try:
+                yield
+            finally:
+                for (place, keys, _), items in zip(changes, now, strict=True):
+                    place.write(keys, items)
+
+        return context
+
+    def _reachable(self) -> list[_Place]:
+        """Return all places to which the hooks refer."""
+        reached: dict[int, _Place] = {}
+        referred = [v for module in self._inside for hook in foreign_hooks(module) for v in _referred(hook)]
+        packages = packages_of(self._block, referred)
+        for value in referred:
+            self._reach(value, packages, reached, _DEPTH)
+        return list(reached.values())
+
+    def _reach(self, value: Any, packages: Collection[str], reached: dict[int, _Place], depth: int) -> None:
+        if not depth or id(value) in reached:
+            return
+        place: _Place
+        if isinstance(value, nn.Module):
+            if value in self._modules:
+                return
+            place = _Attributes(value)
+        elif isinstance(value, types.CellType):
+            place = _Variable(value)
+        else:
+            items = items_of(value, packages)
+            if items is None or len(items) >= _MANY_ITEMS:
+                return
+            place = _Container(value, packages)
+        reached[id(value)] = place
+        for item in place.read().values():
+            if isinstance(value, types.CellType) or not isinstance(item, nn.Module):
+                self._reach(item, packages, reached, depth - 1)
+
+
+class _Attributes:
+    """Read and write the attributes and the buffers of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes, self._buffers = vars(module), own_buffers(module)
+
+    def read(self) -> dict[Any, Any]:
+        own = {name: value for name, value in self._attributes.items() if name not in _TORCH_ATTRIBUTES}
+        return {**own, **self._buffers}
+
+    def write(self, keys: Collection[Any], items: Mapping[Any, Any]) -> None:
+        for key in keys:
+            held: dict[str, Any] = self._buffers if key in self._buffers else self._attributes
+            held.pop(key, None)
+            if key in items:
+                held[key] = items[key]
+
+
+class _Variable:
+    """Read and write a variable of an enclosing function."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def read(self) -> dict[Any, Any]:
+        try:
+            return {"": self._cell.cell_contents}
+        except ValueError:  # It has no value yet.
+            return {}
+
+    def write(self, keys: Collection[Any], items: Mapping[Any, Any]) -> None:
+        for value in items.values():
+            self._cell.cell_contents = value
+
+
+class _Container:
+    """Read and write the items of a container, or the attributes of an object."""
+
+    def __init__(self, value: Any, packages: Collection[str]) -> None:
+        self._value, self._packages = value, packages
+
+    def read(self) -> dict[Any, Any]:
+        items = items_of(self._value, self._packages) or []
+        return dict(enumerate(items) if isinstance(self._value, list | deque | set) else items)
+
+    def write(self, keys: Collection[Any], items: Mapping[Any, Any]) -> None:
+        has_keys = not isinstance(self._value, list | deque | set)
+        set_items(self._value, list(items.items() if has_keys else items.values()))
+
+
+_Place = _Attributes | _Variable | _Container
+
+
+class _Change(NamedTuple):
+    """Hold what a place had before a forward, under the keys whose values the forward has changed, or under all."""
+
+    place: _Place
+    keys: list[Any]
+    items: dict[Any, Any]
+
+
+class _Record:
+    """Record what ``place`` has before a forward, with copies of small tensors."""
+
+    def __init__(self, place: _Place) -> None:
+        self._place = place
+        self._items = place.read()
+        self._copies = {key: (_copy(value), version_of(value)) for key, value in self._items.items() if _is_few(value)}
+
+    def change(self) -> _Change | None:
+        """Return what the forward has changed; None: nothing."""
+        now = self._place.read()
+        changed = [key for key in {**self._items, **now} if now.get(key, _ABSENT) is not self._items.get(key, _ABSENT)]
+        in_place = [key for key, (_, version) in self._copies.items() if version_of(self._items[key]) != version]
+        if not changed and not in_place:
+            return None
+        before = {**self._items, **{key: self._copies[key][0] for key in in_place}}
+        if isinstance(self._place, _Attributes):
+            before = {key: value for key, value in before.items() if key in changed or key in in_place}
+        return _Change(self._place, list(dict.fromkeys((*changed, *in_place))), before)
+
+
+def _referred(hook: Callable[..., Any]) -> Iterator[Any]:
+    """Yield what ``hook`` refers to: objects, variables of enclosing functions, and global ones."""
+    if isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        yield from _referred(hook.func)
+    elif isinstance(hook, types.MethodType):
+        yield hook.__self__
+        yield from _referred(hook.__func__)
+    elif isinstance(hook, types.FunctionType):
+        yield from hook.__closure__ or ()
+        yield from hook.__defaults__ or ()
+        yield from (hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__)
+    else:
+        yield hook
+
+
+def _is_few(value: Any) -> bool:
+    return type(value) is Tensor and value.numel() <= _FEW_ELEMENTS and not value.is_inference()
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if _is_few(value) else value
