@@ -112,7 +112,7 @@ TECHNIQUES: dict[str, Layout] = {
     "zero_2": _on_shards("`full_shard` with `zero_stage: 2`", {"zero_stage": 2}),
     "offload": _on_shards("`full_shard` with `offload: both`", {"offload": "both"}),
     "recompute": _on_shards(
-        "`full_shard` with `activation_checkpointing: {budget: 0.5}`", {"activation_checkpointing": {"budget": 0.5}}
+        "`full_shard` with `activation_checkpointing: {budget: 0.3}`", {"activation_checkpointing": {"budget": 0.3}}
     ),
     "in_backward": _on_shards("`full_shard` with `step_in_backward: true`", {"step_in_backward": True}),
     "compressed": Layout(

@@ -20,9 +20,9 @@ from lightning_dist.model.reruns import Begin, StateOfForward, together
 from lightning_dist.model.units import Unit
 from lightning_dist.techniques.activation_checkpointing.block_state import BlockState
 from lightning_dist.techniques.activation_checkpointing.copies import Copies
-from lightning_dist.techniques.activation_checkpointing.hook_state import HookState
 from lightning_dist.techniques.activation_checkpointing.mode import CheckpointingMode
 from lightning_dist.techniques.activation_checkpointing.offload import offload
+from lightning_dist.techniques.activation_checkpointing.outside_state import OutsideState
 from lightning_dist.techniques.activation_checkpointing.saved_operations import selective_contexts
 from lightning_dist.techniques.protocol import Parallel, Rows, Technique, bound, others_of, unchanged_in
 
@@ -67,7 +67,7 @@ class ActivationCheckpointing(Technique):
                 continue
             around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
             unchanged = unchanged_in(block, self._parallel, "activation_checkpointing")
-            around += [unchanged.begin, StateOfForward(block).begin, HookState(block).begin, BlockState(block).begin]
+            around += [unchanged.begin, StateOfForward(block).begin, OutsideState(block).begin, BlockState(block).begin]
             contexts = selective_contexts if self._mode.kind == "selective" else noop_context_fn
             _recompute(block, together(around), contexts, others_of(block, self._parallel).are_there)
 

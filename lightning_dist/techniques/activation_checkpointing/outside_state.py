@@ -1,4 +1,4 @@
-"""Let hooks inside of a block that runs again find what they have found in its forward, and leave nothing behind."""
+"""Let a block run again with what its code has found outside of it in its forward, and leave nothing behind there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_dist._compat import ForeignHooks, foreign_hooks, own_buffers, version_of
 from lightning_dist.tracing.step_graph.contents import items_of, packages_of, set_items
 
-__all__ = ["HookState"]
+__all__ = ["OutsideState"]
 
 _FEW_ELEMENTS = 2**14
 """Number of elements up to which tensors are copied, because a hook may change them in place."""
@@ -29,12 +29,13 @@ _TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _ABSENT = object()
 
 
-class HookState:
-    """Undo in reruns what the user's forward hooks inside of ``block`` change outside of it.
+class OutsideState:
+    """Undo in reruns what the code of ``block`` and the user's hooks inside of it change outside of it.
 
-    A hook may count in an attribute of the LightningModule, or collect activations in a list. It is called again in a
-    rerun, where it finds what it has found in the forward, and what it changes there is dropped. This holds for what
-    its function refers to: the object of a method, the variables of an enclosing function, and global containers.
+    A hook may count in an attribute of the LightningModule, and a block may append its auxiliary loss to a global list.
+    They run again in a rerun, where they find what they have found in the forward, and what they change there is
+    dropped. This holds for what the functions of hooks and forwards refer to themselves: the object of a method, the
+    variables of an enclosing function, global containers, and containers that are attributes of the user's classes.
 
     Args:
         block: A module that runs again, whose own hooks do not.
@@ -45,10 +46,15 @@ class HookState:
         inside = {name: module for name, module in block.named_modules() if module is not block}
         self._inside = list(inside.values())
         self._hooks = ForeignHooks(inside)
+        packages = packages_of(block)
+        classes = dict.fromkeys(cls for module in self._modules for cls in type(module).__mro__)
+        of_users = [cls for cls in classes if cls.__module__.partition(".")[0] in packages]
+        self._forwards = [function for cls in of_users for function in _forward_of(cls, packages)]
+        self._of_classes = [value for cls in of_users for value in _containers_of(cls)]
 
     def begin(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that returns contexts: the first one for a forward, the others for its reruns."""
-        if not self._hooks.find():
+        if not self._forwards and not self._of_classes and not self._hooks.find():
             return nullcontext
         changes: list[_Change] = []
         has_begun = False
@@ -74,9 +80,11 @@ class HookState:
         return context
 
     def _reachable(self) -> list[_Place]:
-        """Return all places to which the hooks refer."""
+        """Return all places to which the forwards and the hooks refer."""
         reached: dict[int, _Place] = {}
-        referred = [v for module in self._inside for hook in foreign_hooks(module) for v in _referred(hook)]
+        hooks = [hook for module in self._inside for hook in foreign_hooks(module)]
+        referred = [value for function in (*self._forwards, *hooks) for value in _referred(function)]
+        referred += self._of_classes
         packages = packages_of(self._block, referred)
         for value in referred:
             self._reach(value, packages, reached, _DEPTH)
@@ -185,6 +193,22 @@ class _Record:
         return _Change(self._place, list(dict.fromkeys((*changed, *in_place))), before)
 
 
+def _forward_of(cls: type, packages: Collection[str]) -> Iterator[Callable[..., Any]]:
+    """Yield the forward that ``cls`` defines, if it refers to a container or to a variable of an enclosing function."""
+    forward = vars(cls).get("forward")
+    if isinstance(forward, types.FunctionType) and any(
+        isinstance(value, types.CellType) or items_of(value, packages) is not None for value in _referred(forward)
+    ):
+        yield forward
+
+
+def _containers_of(cls: type) -> Iterator[Any]:
+    """Yield the containers that are attributes of a class."""
+    for name, value in vars(cls).items():
+        if isinstance(value, dict | list | deque | set) and not name.startswith("__"):
+            yield value
+
+
 def _referred(hook: Callable[..., Any]) -> Iterator[Any]:
     """Yield what ``hook`` refers to: objects, variables of enclosing functions, and global ones."""
     if isinstance(hook, partial):
@@ -194,7 +218,8 @@ def _referred(hook: Callable[..., Any]) -> Iterator[Any]:
         yield hook.__self__
         yield from _referred(hook.__func__)
     elif isinstance(hook, types.FunctionType):
-        yield from hook.__closure__ or ()
+        names = hook.__code__.co_freevars  # super() refers to the class by a variable.
+        yield from (cell for name, cell in zip(names, hook.__closure__ or (), strict=True) if name != "__class__")
         yield from hook.__defaults__ or ()
         yield from (hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__)
     else:

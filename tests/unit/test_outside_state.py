@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.techniques.activation_checkpointing.hook_state import HookState
+from lightning_dist.techniques.activation_checkpointing.outside_state import OutsideState
 
 SEEN: list[float] = []
 
@@ -90,7 +90,7 @@ def test_what_a_hook_changes_in_a_rerun_is_dropped(kind: str) -> None:
     root = Root()
     hook, state = make_hook(kind, root)
     root.block[0].register_forward_hook(hook)
-    holder = HookState(root.block)
+    holder = OutsideState(root.block)
     x = torch.ones(2)
     first, second = holder.begin(), holder.begin()
     found = []
@@ -111,6 +111,41 @@ def test_what_a_hook_changes_in_a_rerun_is_dropped(kind: str) -> None:
     assert root.other == 1
 
 
+GLOBAL: list[float] = []
+
+
+class Counts(nn.Module):
+    """Append to a global list, to a list of the class, and to one of another module, and count in a variable."""
+
+    kept: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        GLOBAL.append(float(x.sum()))
+        self.kept.append(float(x.sum()))
+        return x
+
+
+def test_what_a_forward_changes_outside_of_its_block_is_dropped_in_a_rerun() -> None:
+    calls = 0
+
+    class Closure(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return x * calls
+
+    block = nn.Sequential(Counts(), Closure())
+    state = OutsideState(block)
+    context = state.begin()
+    with context():
+        first = block(torch.ones(2))
+    with state.begin()():
+        block(torch.ones(2))
+    with context():
+        assert torch.equal(block(torch.ones(2)), first)
+    assert (GLOBAL, Counts.kept, calls) == ([2.0, 2.0], [2.0, 2.0], 2)
+
+
 def test_a_block_without_hooks_costs_nothing() -> None:
-    holder = HookState(nn.Sequential(nn.Linear(2, 2)))
+    holder = OutsideState(nn.Sequential(nn.Linear(2, 2)))
     assert holder.begin() is holder.begin()
