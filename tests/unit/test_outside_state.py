@@ -114,13 +114,17 @@ def test_what_a_hook_changes_in_a_rerun_is_dropped(kind: str) -> None:
 GLOBAL: list[float] = []
 
 
+def note(value: float) -> None:
+    GLOBAL.append(value)
+
+
 class Counts(nn.Module):
     """Append to a global list, to a list of the class, and to one of another module, and count in a variable."""
 
     kept: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        GLOBAL.append(float(x.sum()))
+        note(float(x.sum()))
         self.kept.append(float(x.sum()))
         return x
 

@@ -6,21 +6,18 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_dist._compat import ForeignHooks, foreign_hooks, own_buffers, version_of
 from lightning_dist.tracing.step_graph.contents import items_of, packages_of, set_items
+from lightning_dist.tracing.step_graph.reached import MANY_ITEMS, containers_of_classes, functions_of, referred
 
 __all__ = ["OutsideState"]
 
 _FEW_ELEMENTS = 2**14
 """Number of elements up to which tensors are copied, because a hook may change them in place."""
-
-_MANY_ITEMS = 2**14
-"""Number of items from which a container is not looked into."""
 
 _DEPTH = 3
 """Number of containers inside of one another that are looked into."""
@@ -34,8 +31,8 @@ class OutsideState:
 
     A hook may count in an attribute of the LightningModule, and a block may append its auxiliary loss to a global list.
     They run again in a rerun, where they find what they have found in the forward, and what they change there is
-    dropped. This holds for what the functions of hooks and forwards refer to themselves: the object of a method, the
-    variables of an enclosing function, global containers, and containers that are attributes of the user's classes.
+    dropped. This holds for that to which hooks, methods of the user's modules, and functions that these call refer: the
+    object of a method, variables of an enclosing function, global containers, and containers of the user's classes.
 
     Args:
         block: A module that runs again, whose own hooks do not.
@@ -47,14 +44,13 @@ class OutsideState:
         self._inside = list(inside.values())
         self._hooks = ForeignHooks(inside)
         packages = packages_of(block)
-        classes = dict.fromkeys(cls for module in self._modules for cls in type(module).__mro__)
-        of_users = [cls for cls in classes if cls.__module__.partition(".")[0] in packages]
-        self._forwards = [function for cls in of_users for function in _forward_of(cls, packages)]
-        self._of_classes = [value for cls in of_users for value in _containers_of(cls)]
+        functions = functions_of(self._modules, packages)
+        self._functions = [f for f in functions if any(_is_state(value, packages) for value in referred(f))]
+        self._of_classes = containers_of_classes(self._modules, packages)
 
     def begin(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that returns contexts: the first one for a forward, the others for its reruns."""
-        if not self._forwards and not self._of_classes and not self._hooks.find():
+        if not self._functions and not self._of_classes and not self._hooks.find():
             return nullcontext
         changes: list[_Change] = []
         has_begun = False
@@ -80,13 +76,14 @@ class OutsideState:
         return context
 
     def _reachable(self) -> list[_Place]:
-        """Return all places to which the forwards and the hooks refer."""
+        """Return all places to which the functions of the block and the hooks refer."""
         reached: dict[int, _Place] = {}
-        hooks = [hook for module in self._inside for hook in foreign_hooks(module)]
-        referred = [value for function in (*self._forwards, *hooks) for value in _referred(function)]
-        referred += self._of_classes
-        packages = packages_of(self._block, referred)
-        for value in referred:
+        functions: list[Callable[..., Any]] = [hook for module in self._inside for hook in foreign_hooks(module)]
+        functions += self._functions
+        values = [value for function in functions for value in referred(function)]
+        values += self._of_classes
+        packages = packages_of(self._block, values)
+        for value in values:
             self._reach(value, packages, reached, _DEPTH)
         return list(reached.values())
 
@@ -102,7 +99,7 @@ class OutsideState:
             place = _Variable(value)
         else:
             items = items_of(value, packages)
-            if items is None or len(items) >= _MANY_ITEMS:
+            if items is None or len(items) >= MANY_ITEMS:
                 return
             place = _Container(value, packages)
         reached[id(value)] = place
@@ -193,37 +190,8 @@ class _Record:
         return _Change(self._place, list(dict.fromkeys((*changed, *in_place))), before)
 
 
-def _forward_of(cls: type, packages: Collection[str]) -> Iterator[Callable[..., Any]]:
-    """Yield the forward that ``cls`` defines, if it refers to a container or to a variable of an enclosing function."""
-    forward = vars(cls).get("forward")
-    if isinstance(forward, types.FunctionType) and any(
-        isinstance(value, types.CellType) or items_of(value, packages) is not None for value in _referred(forward)
-    ):
-        yield forward
-
-
-def _containers_of(cls: type) -> Iterator[Any]:
-    """Yield the containers that are attributes of a class."""
-    for name, value in vars(cls).items():
-        if isinstance(value, dict | list | deque | set) and not name.startswith("__"):
-            yield value
-
-
-def _referred(hook: Callable[..., Any]) -> Iterator[Any]:
-    """Yield what ``hook`` refers to: objects, variables of enclosing functions, and global ones."""
-    if isinstance(hook, partial):
-        yield from (*hook.args, *hook.keywords.values())
-        yield from _referred(hook.func)
-    elif isinstance(hook, types.MethodType):
-        yield hook.__self__
-        yield from _referred(hook.__func__)
-    elif isinstance(hook, types.FunctionType):
-        names = hook.__code__.co_freevars  # super() refers to the class by a variable.
-        yield from (cell for name, cell in zip(names, hook.__closure__ or (), strict=True) if name != "__class__")
-        yield from hook.__defaults__ or ()
-        yield from (hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__)
-    else:
-        yield hook
+def _is_state(value: Any, packages: Collection[str]) -> bool:
+    return isinstance(value, types.CellType) or items_of(value, packages) is not None
 
 
 def _is_few(value: Any) -> bool:

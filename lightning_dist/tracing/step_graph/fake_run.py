@@ -30,6 +30,7 @@ from lightning_dist.tracing.step_graph.contents import items_of, packages_of, se
 from lightning_dist.tracing.step_graph.errors import EndOfTraceError, RefusalError
 from lightning_dist.tracing.step_graph.fake_rules import FakeRules
 from lightning_dist.tracing.step_graph.iterators import iterators_rewound
+from lightning_dist.tracing.step_graph.reached import reached_outside
 from lightning_dist.tracing.step_graph.tensor_reads import MadeUpValues
 
 __all__ = ["FailureReason", "Observer", "run_on_fakes", "tensors_in"]
@@ -163,7 +164,7 @@ def run_on_fakes(
 
     with (
         iterators_rewound(root, observer.on_next),
-        restored(root),
+        restored(root, reached_outside(root)),
         _cached_results_forgotten(root),
         _observed(root, observer),
         _quietly(),

@@ -231,6 +231,49 @@ def kept_in_lists(run: Run) -> None:
     run.fit(Listed(_list))
 
 
+PENALTIES: list[Tensor] = []
+"""A list of the program, to which blocks append."""
+
+
+def _append(self: Any, hidden: Tensor) -> Tensor:
+    PENALTIES.append(hidden.square().mean())
+    return hidden
+
+
+class Penalised(Model):
+    """Add what blocks or hooks have appended to a list to the loss, and clear the list."""
+
+    def __init__(self, penalties: list[Tensor], change: Any = None) -> None:
+        super().__init__(change)
+        self.take = lambda: [penalties.pop(0) for _ in range(len(penalties))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * torch.stack(self.take()).mean()
+
+
+@case(
+    "blocks append to a list of the program, which the step adds to the loss and clears",
+    reference="ddp",
+    refused=_ESCAPES,
+)
+def list_of_the_program(run: Run) -> None:
+    run.fit(Penalised(PENALTIES, _append))
+
+
+@case(
+    "hooks inside of blocks append to a list, which the step adds to the loss and clears",
+    reference="ddp",
+    refused=_ESCAPES,
+)
+def list_of_hooks(run: Run) -> None:
+    penalties: list[Tensor] = []
+    model = Penalised(penalties)
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda module, args, output: penalties.append(output.square().mean()))
+    run.fit(model)
+
+
 @case("an attribute of a block is logged", reference="ddp", refused=_ESCAPES)
 def logged_attribute(run: Run) -> None:
     run.fit(Logged(_auxiliary))
