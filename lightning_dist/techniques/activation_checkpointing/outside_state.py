@@ -78,12 +78,12 @@ class OutsideState:
     def _reachable(self) -> list[_Place]:
         """Return all places to which the functions of the block and the hooks refer."""
         reached: dict[int, _Place] = {}
-        functions: list[Callable[..., Any]] = [hook for module in self._inside for hook in foreign_hooks(module)]
-        functions += self._functions
+        hooks: list[Callable[..., Any]] = [hook for module in self._inside for hook in foreign_hooks(module)]
+        functions: list[Callable[..., Any]] = [*hooks, *self._functions]
         values = [value for function in functions for value in referred(function)]
-        values += self._of_classes
-        packages = packages_of(self._block, values)
-        for value in values:
+        # The object of a hook, or one that is a hook, may be of a library.
+        packages = packages_of(self._block, [getattr(hook, "__self__", hook) for hook in hooks])
+        for value in (*values, *self._of_classes):
             self._reach(value, packages, reached, _DEPTH)
         return list(reached.values())
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -18,6 +19,11 @@ __all__ = ["containers_of_classes", "functions_of", "reached_by", "reached_outsi
 
 MANY_ITEMS = 2**14
 """Number of items from which a container outside of the model is left as it is."""
+
+_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
+
+_CALLED = ("forward", "training_step", "validation_step", "test_step", "predict_step", "__call__")
+"""Names of the methods with which the code of modules begins."""
 
 _DEPTH = 3
 """Number of functions, each called by the one before, whose variables are found."""
@@ -56,21 +62,23 @@ def reached_by(function: Callable[..., Any], depth: int = _DEPTH) -> Iterator[An
 
 
 def functions_of(modules: Iterable[nn.Module], packages: Collection[str]) -> list[types.FunctionType]:
-    """Return the methods of the user's classes of ``modules``, and the functions of the user to which these refer.
+    """Return the forwards and steps of the user's classes of ``modules``, and the user's functions that these call.
 
     Args:
         modules: Some modules.
         packages: The user's packages, from :func:`lightning_dist.tracing.step_graph.contents.packages_of`.
     """
     found: dict[types.FunctionType, None] = {}
-    pending: list[Any] = [value for cls in _classes(modules, packages) for value in vars(cls).values()]
-    while pending:
-        function = pending.pop()
-        if not isinstance(function, types.FunctionType) or function in found:
-            continue
-        if function.__module__.partition(".")[0] in packages:
-            found[function] = None
-            pending += referred(function)
+    for cls in _classes(modules, packages):
+        pending: list[Any] = [vars(cls).get(name) for name in _CALLED]
+        while pending:
+            function = pending.pop()
+            if not isinstance(function, types.FunctionType) or function in found:
+                continue
+            if function.__module__.partition(".")[0] in packages:
+                found[function] = None
+                pending += referred(function)
+                pending += (inspect.getattr_static(cls, name, None) for name in function.__code__.co_names)
     return list(found)
 
 
@@ -80,7 +88,7 @@ def containers_of_classes(modules: Iterable[nn.Module], packages: Collection[str
         value
         for cls in _classes(modules, packages)
         for name, value in vars(cls).items()
-        if isinstance(value, dict | list | deque | set) and not name.startswith("__")
+        if type(value) in _CONTAINERS and not name.startswith("__")
     ]
 
 
@@ -99,7 +107,14 @@ def reached_outside(root: nn.Module) -> list[Any]:
         for hook in foreign_hooks(module):
             found += reached_by(hook)
     unique = {id(value): value for value in found if not isinstance(value, nn.Module)}
-    return [v for v in unique.values() if not (isinstance(v, dict | list | deque | set) and len(v) >= MANY_ITEMS)]
+    return [value for value in unique.values() if _may_change(value)]
+
+
+def _may_change(value: Any) -> bool:
+    """Return whether ``value`` is a container of a class that is no library's own, and not large, or an object."""
+    if isinstance(value, dict | list | deque | set):
+        return type(value) in _CONTAINERS and len(value) < MANY_ITEMS
+    return True
 
 
 def _classes(modules: Iterable[nn.Module], packages: Collection[str]) -> list[type]:
