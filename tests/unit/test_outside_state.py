@@ -119,12 +119,13 @@ def note(value: float) -> None:
 
 
 class Counts(nn.Module):
-    """Append to a global list, to a list of the class, and to one of another module, and count in a variable."""
+    """Append to a global list by a method of a subclass, and to a list of the class, and count in a variable."""
 
     kept: list[float] = []
+    note: Callable[[float], None]
 
     def forward(self, x: Tensor) -> Tensor:
-        note(float(x.sum()))
+        self.note(float(x.sum()))
         self.kept.append(float(x.sum()))
         return x
 
@@ -138,7 +139,11 @@ def test_what_a_forward_changes_outside_of_its_block_is_dropped_in_a_rerun() -> 
             calls += 1
             return x * calls
 
-    block = nn.Sequential(Counts(), Closure())
+    class Notes(Counts):
+        def note(self, value: float) -> None:
+            note(value)
+
+    block = nn.Sequential(Notes(), Closure())
     state = OutsideState(block)
     context = state.begin()
     with context():

@@ -69,16 +69,18 @@ def functions_of(modules: Iterable[nn.Module], packages: Collection[str]) -> lis
         packages: The user's packages, from :func:`lightning_dist.tracing.step_graph.contents.packages_of`.
     """
     found: dict[types.FunctionType, None] = {}
-    for cls in _classes(modules, packages):
-        pending: list[Any] = [vars(cls).get(name) for name in _CALLED]
+    for cls in dict.fromkeys(map(type, modules)):
+        seen: dict[types.FunctionType, None] = {}
+        pending: list[Any] = [inspect.getattr_static(cls, name, None) for name in _CALLED]
         while pending:
             function = pending.pop()
-            if not isinstance(function, types.FunctionType) or function in found:
+            if not isinstance(function, types.FunctionType) or function in seen:
                 continue
             if function.__module__.partition(".")[0] in packages:
-                found[function] = None
+                seen[function] = None
                 pending += referred(function)
                 pending += (inspect.getattr_static(cls, name, None) for name in function.__code__.co_names)
+        found |= seen
     return list(found)
 
 
