@@ -6,7 +6,6 @@ import inspect
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -41,24 +40,37 @@ def referred(function: Callable[..., Any]) -> Iterator[Any]:
         names = function.__code__.co_freevars  # super() refers to the class by a variable.
         yield from (cell for name, cell in zip(names, function.__closure__ or (), strict=True) if name != "__class__")
         yield from function.__defaults__ or ()
-        yield from (function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__)
+        yield from (function.__globals__[n] for n in _names(function.__code__) if n in function.__globals__)
     else:
         yield function
 
 
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes that a function uses, also in comprehensions and functions inside."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
 def reached_by(function: Callable[..., Any], depth: int = _DEPTH) -> Iterator[Any]:
     """Yield the objects that ``function``, and functions that it calls, can change: those to which they refer."""
-    for part in referred(function):
-        value = part
-        if isinstance(part, types.CellType):
-            value = None
-            with suppress(ValueError):  # The variable may have no value yet.
-                value = part.cell_contents
+    for value in map(_content, referred(function)):
         if isinstance(value, partial | types.MethodType | types.FunctionType):
             if depth:
                 yield from reached_by(value, depth - 1)
         elif value is not None and not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
             yield value
+
+
+def _content(value: Any) -> Any:
+    """Return the content of a cell, and None if it has none yet; return other values as they are."""
+    if not isinstance(value, types.CellType):
+        return value
+    try:
+        return value.cell_contents
+    except ValueError:
+        return None
 
 
 def functions_of(modules: Iterable[nn.Module], packages: Collection[str]) -> list[types.FunctionType]:
@@ -78,8 +90,8 @@ def functions_of(modules: Iterable[nn.Module], packages: Collection[str]) -> lis
                 continue
             if function.__module__.partition(".")[0] in packages:
                 seen[function] = None
-                pending += referred(function)
-                pending += (inspect.getattr_static(cls, name, None) for name in function.__code__.co_names)
+                pending += map(_content, referred(function))  # A decorated function is in a cell.
+                pending += (inspect.getattr_static(cls, name, None) for name in _names(function.__code__))
         found |= seen
     return list(found)
 
