@@ -30,6 +30,7 @@ class Talkative(Sequential):
         self.kept: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.at_epoch_end: dict[str, Any] = {}
+        self.average = 1.0
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         images, labels = batch
@@ -39,6 +40,8 @@ class Talkative(Sequential):
         self.log("samples", float(len(labels)), reduce_fx="sum", on_step=True, on_epoch=False)
         self.log_dict({"largest": logits.max(), "brightest": images.max()}, reduce_fx="max", on_step=True)
         self.log("input", images.mean())
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        self.log("average", self.average)
         self.accuracy(logits, labels)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.mean.update(loss)
@@ -312,6 +315,44 @@ def without_stages() -> list[str]:
 
 def test_pipeline_arguments_without_effect_give_a_warning(pool: WorkerPool) -> None:
     assert any("have no effect" in text for text in pool.run(without_stages, 2)[0])
+
+
+class SumOfLosses(Sequential):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * len(batch[0])
+
+
+class RootOfLoss(Sequential):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).sqrt()
+
+
+class ByItsAverage(Sequential):
+    average = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        return loss / self.average
+
+
+def warnings_of(cls: type[Sequential]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(PipelineParallelStrategy(num_microbatches=4), max_steps=1, limit_val_batches=0).fit(cls())
+    return " ".join(str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [(Sequential, ""), (SumOfLosses, "a sum over"), (RootOfLoss, "not a mean over"), (ByItsAverage, "not a mean over")],
+)
+def test_a_loss_that_is_not_a_mean_over_samples_gives_a_warning(
+    pool: WorkerPool, cls: type[Sequential], text: str
+) -> None:
+    for warned in pool.run(warnings_of, 2, cls)[1:]:
+        assert (f"training_step is {text}" if text else "") in warned
+        assert text or "mean over samples" not in warned
 
 
 def fit_deep(cls: type[DeepGPT]) -> None:

@@ -72,6 +72,18 @@ def test_a_use_of_a_watched_number_is_noticed(compute: Callable[[Any], bool]) ->
     assert [question() for question in asked] == [False]
 
 
+def test_what_is_computed_with_a_number_that_is_made_up_is_made_up() -> None:
+    def answer(question: Callable[[], Any], result: Any) -> str:
+        return "made up"
+
+    def other(question: Callable[[], Any], result: Any) -> Any:
+        raise AssertionError("it was asked as if it were known")
+
+    made_up, known = watched(1.0, None, answer), watched(2.0, lambda: 2.0, other)
+    for number in (0.9 * known + 0.1 * made_up, made_up / known, known**made_up, divmod(known, made_up)[1]):
+        assert (number > 0, abs(number) < known, known < number) == ("made up",) * 3
+
+
 class Drops(nn.Module):
     """Draw random numbers where no function of the step shows it: in an attention layer, or by gumbel_softmax."""
 

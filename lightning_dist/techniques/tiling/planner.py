@@ -123,6 +123,12 @@ class _Finder:
                     f"tiled_mlp={size} needs a step on fake tensors, to find the modules that compute several layers"
                     f" token by token, and it could not be run: {self._why_not}. Change the step, or leave it out."
                 )
+            if not self._flow.blocks:
+                raise TilingError(
+                    f"tiled_mlp={size}: {type(self._root).__name__} has no blocks, which are modules of one class that"
+                    " a list repeats with parameters of the same shapes. Name their classes by units=[...], or leave"
+                    " tiled_mlp out."
+                )
             raise TilingError(
                 f"tiled_mlp={size}: {type(self._root).__name__} has no module in its blocks that computes several"
                 f" layers token by token.{tried} Put these layers into a module of their own, or leave tiled_mlp out."

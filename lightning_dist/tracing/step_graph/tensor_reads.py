@@ -112,7 +112,7 @@ class MadeUpValues(TorchFunctionMode):
     def _number(self, tensor: Tensor) -> Any:
         if tensor.dtype == torch.bool:
             return self._decide()
-        return watched(self._made_up(tensor), lambda: None, self._answer)
+        return watched(self._made_up(tensor), None, self._answer)
 
     def _answer(self, question: Callable[[], Any], answer: Any) -> Any:
         return self._decide() if isinstance(answer, bool) else answer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 class _Watched:
     _value: Any
-    _evaluate: Callable[[], Any]
+    _evaluate: Callable[[], Any] | None
     _answer: Answer
 
     def __repr__(self) -> str:
@@ -62,13 +62,15 @@ class _WatchedFloat(_Watched, float):
     pass
 
 
-def watched(value: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
+def watched(value: Any, evaluate: Callable[[], Any] | None, answer: Answer) -> Any:
     """Return ``value`` as a watched number; a value that is neither an ``int`` nor a ``float`` is returned unchanged.
 
     Args:
         value: The number's value now.
-        evaluate: Function without arguments that returns the number's value at the time of the call.
-        answer: Function that is called with every question about the number, or about a result computed from it.
+        evaluate: Function without arguments that returns the number's value at the time of the call; None: the value is
+            made up. What is computed from it is made up as well.
+        answer: Function that is called with every question about the number, or about a result computed from it. If
+            several numbers have a part in a result, it is that of the first one that is made up, if there is one.
     """
     if type(value) not in (int, float):
         return value
@@ -86,11 +88,22 @@ def ask_for_value(value: Any) -> None:
             ask_for_value(part)
 
 
-def _watched_all(result: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
-    """Return the result of an operation as a watched number, or as two if the operation is ``divmod``."""
+def _watched_all(result: Any, evaluate: Callable[[], Any], numbers: Sequence[Any]) -> Any:
+    """Return the result of an operation on ``numbers`` as a watched number, or as two if it is ``divmod``."""
+    asked, is_made_up = _asked(numbers)
     if not isinstance(result, tuple):
-        return watched(result, evaluate, answer)
-    return tuple(watched(part, partial(_item, evaluate, place), answer) for place, part in enumerate(result))
+        return watched(result, None if is_made_up else evaluate, asked)
+    return tuple(
+        watched(part, None if is_made_up else partial(_item, evaluate, place), asked)
+        for place, part in enumerate(result)
+    )
+
+
+def _asked(numbers: Sequence[Any]) -> tuple[Answer, bool]:
+    """Return the function that answers questions about a result of ``numbers``, and whether the result is made up."""
+    all_watched = [number for number in numbers if isinstance(number, _Watched)]
+    made_up = next((number for number in all_watched if number._evaluate is None), None)
+    return (all_watched[0] if made_up is None else made_up)._answer, made_up is not None
 
 
 def _item(evaluate: Callable[[], Any], place: int) -> Any:
@@ -102,7 +115,9 @@ def _now(value: Any) -> Any:
 
 
 def _later(value: Any) -> Any:
-    return value._evaluate() if isinstance(value, _Watched) else value
+    if not isinstance(value, _Watched):
+        return value
+    return None if value._evaluate is None else value._evaluate()
 
 
 def _add_binary(name: str, function: Callable[..., Any]) -> None:
@@ -112,14 +127,14 @@ def _add_binary(name: str, function: Callable[..., Any]) -> None:
         return _watched_all(
             function(self._value, _now(other), *map(_now, modulus)),
             lambda: function(_later(self), _later(other), *map(_later, modulus)),
-            self._answer,
+            (self, other, *modulus),
         )
 
     def reflected(self: _Watched, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
         return _watched_all(
-            function(_now(other), self._value), lambda: function(_later(other), _later(self)), self._answer
+            function(_now(other), self._value), lambda: function(_later(other), _later(self)), (self, other)
         )
 
     setattr(_Watched, f"__{name}__", forward)
@@ -128,7 +143,7 @@ def _add_binary(name: str, function: Callable[..., Any]) -> None:
 
 def _add_unary(name: str, function: Callable[..., Any]) -> None:
     def compute(self: _Watched, *digits: Any) -> Any:
-        return watched(function(self._value, *digits), lambda: function(_later(self), *digits), self._answer)
+        return _watched_all(function(self._value, *digits), lambda: function(_later(self), *digits), (self,))
 
     setattr(_Watched, f"__{name}__", compute)
 
@@ -137,7 +152,8 @@ def _add_comparison(name: str, function: Callable[[Any, Any], bool]) -> None:
     def compare(self: _Watched, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        return self._answer(lambda: function(_later(self), _later(other)), function(self._value, _now(other)))
+        answer, _ = _asked((self, other))
+        return answer(lambda: function(_later(self), _later(other)), function(self._value, _now(other)))
 
     setattr(_Watched, f"__{name}__", compare)
 
