@@ -32,7 +32,7 @@ class Setting:
     def logits(self, is_tiled: bool) -> Tensor:
         if not is_tiled:
             return self.head(self.hidden)
-        head = Head(self.hidden, self.head, CLASSES, TILE, StateOfForward(self.head), self.used.__setitem__)
+        head = Head(self.hidden, self.head, CLASSES, TILE, StateOfForward(self.head).begin, self.used.__setitem__)
         return TiledLogits(head, torch.float64)
 
     def results(self, loss: Callable[[Tensor, Tensor], Tensor], is_tiled: bool) -> list[Tensor]:
